@@ -21,8 +21,9 @@
     │   └── PlanStale                                    a buffer of the plan is not where the plan says; fatal
     ├── EngineDead                            HTTP 503   a device fault or drift: the process must be restarted
     ├── QueueFull                      exit 4  HTTP 429   too many requests wait already
-    ├── FetchFailed                   exit 2  HTTP 502   a model could not be pulled: no consent, disk or checksum
-    │   └── NoNetwork                 exit 4             the place that it comes from cannot be reached from here
+    ├── FetchFailed                   exit 2  HTTP 502   a model could not be pulled: no consent, or a checksum
+    │   ├── NoNetwork                 exit 4             the place that it comes from cannot be reached from here
+    │   └── CannotStore               exit 4             a full disk, or a store that cannot be written
     └── HardwareCannot                exit 4  HTTP 503   this machine cannot run it
 
 A message says what was wrong, where, and what to do, with the values in the sentence. Nothing here imports
@@ -75,13 +76,17 @@ class BadTemplate(BadInput):
 class PromptTooLong(BadInput):
     """A prompt that does not fit the context.
 
-    Its argument says how long the prompt is and how much fits. What to do about it depends on the face that was used:
-    `str` says it for Python, and `told` in other words.
+    Its arguments say how long the prompt is and how much fits, and whether the model was trained for no more. What to
+    do about it depends on the face that was used: `str` says it for Python, and `told` in other words.
     """
 
+    def __init__(self, what: str, is_most: bool = False) -> None:
+        super().__init__(what, is_most)
+
     def told(self, other_way: str) -> str:
-        """The message, with what to do other than shorten the prompt."""
-        return f"{self.args[0]}; shorten it, or {other_way}"
+        """The message, with what to do other than shorten the prompt, if the context could be larger."""
+        what, is_most = self.args
+        return f"{what}; shorten it, " + ("as the model was trained for no more" if is_most else f"or {other_way}")
 
     def __str__(self) -> str:
         return self.told("open the model with a larger context= (`ostinato inspect` shows what it was trained for)")
@@ -199,7 +204,7 @@ class QueueFull(OstinatoError):
 
 
 class FetchFailed(OstinatoError):
-    """A model that could not be pulled: terms not accepted, a full disk, or a checksum that differs."""
+    """A model that could not be pulled: terms not accepted, or a checksum that differs."""
 
     exit_code = 2
     http_status = 502
@@ -207,6 +212,12 @@ class FetchFailed(OstinatoError):
 
 class NoNetwork(FetchFailed):
     """The place that a model comes from cannot be reached from this machine."""
+
+    exit_code = 4
+
+
+class CannotStore(FetchFailed):
+    """A model that this machine has no place for: a full disk, or a store that cannot be written."""
 
     exit_code = 4
 
@@ -228,13 +239,13 @@ def first_few(names: Sequence[str]) -> str:
 
 
 def listing(name: str, known: Iterable[str]) -> str:
-    """The known names for an error message, the nearest to `name` first.
+    """The known names for an error message, one that is near to `name` first.
 
     >>> listing("temprature", ["top_k", "temperature"])
     'temperature (the nearest), top_k'
     """
     names = sorted(known)
-    nearest = get_close_matches(name, names, n=1, cutoff=0.5)
+    nearest = get_close_matches(name, names, n=1, cutoff=0.7)
     if not nearest:
         return ", ".join(names)
     rest = [other for other in names if other != nearest[0]]

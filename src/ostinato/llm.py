@@ -565,7 +565,7 @@ class LLM:
             vectors = vectors_of(self._engine, ids, wanted)
         else:
             for text in ids:
-                check_prompt(text, vocab=self.shape.vocab, context=self.context)
+                check_prompt(text, shape=self.shape, context=self.context)
             vectors = self._encoder.vectors(ids, wanted)
         if normalize is None:
             normalize = wanted != "rank" and (self.shape.causal or self.shape.normalise)
@@ -590,7 +590,7 @@ class LLM:
         first = self.tokenize(query)
         pairs = [(first, [*self.tokenize(text, bos=False), *self.tokenizer.suffix]) for text in texts]
         for pair in pairs:
-            check_prompt([*pair[0], *pair[1]], vocab=self.shape.vocab, context=self.context)
+            check_prompt([*pair[0], *pair[1]], shape=self.shape, context=self.context)
         if self._encoder is None:
             return vectors_of(self._engine, [[*first, *second] for first, second in pairs], "rank")
         return self._encoder.pairs(pairs)

@@ -95,8 +95,8 @@ OTHER_ENGINES: Final[Mapping[str, str]] = MappingProxyType(
     | {word: re.sub(r"[{}]", "", sentence) for word, sentence in _SENTENCES.items()}
 )
 
-# Short options of llama.cpp's programs, which the command line is asked for and Python is not.
-_SHORT: Final = {
+# Options of llama.cpp's programs, which the command line is asked for and Python is not.
+_OF_PROGRAMS: Final = {
     "-m": "it is called --model here",
     "-c": "it is called --context here",
     "-n": "it is called --max-tokens here",
@@ -115,9 +115,22 @@ _SHORT: Final = {
     "-ngl": _OFFLOAD,
     "-md": _DRAFT,
     "-hf": "a model of the Hugging Face hub is --model hf:owner/repo/file.gguf here",
+    "--prompt": 'the prompt is given without an option: `ostinato run "a prompt"`',
     "-i": "`ostinato chat` talks in the terminal",
     "-cnv": "`ostinato chat` talks in the terminal",
 }
+
+# Verbs of Ollama and llama.cpp.
+OTHER_VERBS: Final[Mapping[str, str]] = MappingProxyType(
+    dict.fromkeys(("list", "ls"), "`ostinato models` lists the models")
+    | dict.fromkeys(("ps", "stop"), "a server's /slots shows its requests, and Ctrl-C or SIGTERM stops it")
+    | dict.fromkeys(("show", "info"), "`ostinato inspect` describes a model")
+    | dict.fromkeys(("generate", "complete", "completion"), "`ostinato run` generates text")
+    | dict.fromkeys(("quantize", "create", "convert"), _QUANTISED)
+    | dict.fromkeys(("server", "start"), "`ostinato serve` serves a model")
+    | dict.fromkeys(("delete", "remove"), "`ostinato rm` removes a model")
+    | {"download": "`ostinato pull` fetches a model", "perplexity": "`ostinato score` computes it"}
+)
 
 
 def answer_flag(flag: str, of_verb: Collection[str]) -> str | None:
@@ -135,8 +148,8 @@ def answer_flag(flag: str, of_verb: Collection[str]) -> str | None:
 
 def _answer_flag(flag: str) -> str | None:
     given = flag.partition("=")[0]
-    if not given.startswith("--"):
-        return _named(_SHORT.get(given), _flag_of)
+    if given in _OF_PROGRAMS or not given.startswith("--"):
+        return _named(_OF_PROGRAMS.get(given), _flag_of)
     word = given[2:].replace("-", "_")
     ours = _CALLED_HERE.get(word)
     if ours in _NO_FLAG:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,13 @@ def test_the_memory_plan_is_told_before_anything_is_loaded(ostinato: RunCli, tin
     assert "plan: rows of output (at first use)" in shown
 
 
+def test_the_plan_is_of_the_options_of_loading(ostinato: RunCli, tiny: Path) -> None:
+    plan = facts(ostinato, tiny, "--context", "64", "--slots", "2", "--kv-type", "bf16")["plan"]
+    assert (plan["context"], plan["slots"], plan["kv_type"]) == (64, 2, "bf16")
+    refused = ostinato("inspect", tiny, "--context", "1000000")
+    assert (refused.code, "was trained for" in refused.err) == (2, True)
+
+
 def test_a_model_that_does_not_fit_is_planned_and_said_not_to(
     ostinato: RunCli, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +147,9 @@ def test_an_unknown_architecture_is_inspected_as_far_as_it_goes(ostinato: RunCli
         metadata["general.architecture"].value = "novel"
         metadata["novel.block_count"] = metadata.pop("llama.block_count")
 
-    found = facts(ostinato, tiny_model.write(tmp_path / "novel.gguf", change=rename))
+    file = tiny_model.write(tmp_path / "novel.gguf", change=rename)
+    assert re.search(r"\ncannot run +.*'novel' is not known", ostinato("inspect", file).out)
+    found = facts(ostinato, file)
     assert found["architecture"] == "novel"
     assert found["sizes"] == {"layers": 1}
     assert found["parameters"] > 0

@@ -50,6 +50,12 @@ def test_every_verb_has_help(ostinato: RunCli, verb: str) -> None:
     assert "--verbose" in ran.out
 
 
+@pytest.mark.parametrize("asked", [("help", "bench", "decode"), ("bench", "decode", "-h")])
+def test_help_may_be_asked_for_in_other_ways(ostinato: RunCli, asked: tuple[str, ...]) -> None:
+    assert ostinato(*asked) == ostinato("bench", "decode", "--help")
+    assert ostinato(asked[0]).code == 0
+
+
 def test_without_a_verb_the_help_is_shown(ostinato: RunCli) -> None:
     ran = ostinato()
     assert ran.code == 0
@@ -118,11 +124,22 @@ def test_the_version_is_the_packages(ostinato: RunCli) -> None:
         (("run", "--temprature", "1", "hi"), "--temperature"),
         (("run", "--top-k", "many", "hi"), "Invalid value for '--top-k'"),
         (("run", "--dtype", "int4", "hi"), "'int4' is not one of"),
-        (("run", "one", "two"), "unexpected extra argument"),
+        (("run", "one", "two", "three"), 'quote it: `ostinato run "one two three"`'),
+        (
+            ("run", "smollm2", "hello"),
+            'smollm2 is a model, which is an option here: `ostinato run --model smollm2 "hello"`',
+        ),
+        (("rm", "one", "two"), "unexpected extra argument"),
         (("pull",), "Missing argument 'NAME'"),
         (("run", "--lora", "x", "hi"), "--lora: LoRA adapters are not applied"),
         (("run", "--n-ctx=64", "hi"), "--n-ctx=64: it is called --context here"),
         (("run", "-ngl", "99", "hi"), "-ngl: a model runs whole on one device"),
+        (("run", "-hf", "a/b", "hi"), "-hf: a model of the Hugging Face hub is --model hf:owner"),
+        (("run", "--prompt", "hi"), "--prompt: the prompt is given without an option"),
+        (("run", "- three words"), 'a text that begins with - comes after --: `ostinato run -- "- three words"`'),
+        (("run", "--zzz", "hi"), "error: no such option --zzz\n"),
+        (("chat", "--schema", "x"), "no such option --schema of `ostinato chat`; it belongs to `run`"),
+        (("list",), "no such verb list: `ostinato models` lists the models"),
         (("chat", "-m", "x.gguf"), "-m: it is called --model here"),
         (("serve", "--max-num-seqs", "4"), "--max-num-seqs: it is called --slots here"),
         (("serve", "--quantization", "awq"), "take a GGUF file"),

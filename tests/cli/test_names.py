@@ -53,10 +53,10 @@ def test_options_of_loading_are_those_of_the_code() -> None:
         "model": f"`{DEFAULT!r}`",
         **defaults(LoadOptions),
     }
-    known = flags("run") | flags("serve")
     for name, flag, http, _, _ in found:
         assert flag == f"`--{name.strip('`').replace('_', '-')}`"
-        assert flag.strip("`") in known
+        assert flag.strip("`") in flags("serve")
+        assert flag.strip("`") in flags("batch") & flags("run") or name == "`queue`"
         assert http == ("`model`" if name == "`model`" else "-")
 
 

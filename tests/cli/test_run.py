@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from ostinato.cli.flags import parse_logit_bias
+from ostinato.cli.input import holds_unread_text
 from ostinato.cli.loading import LoadProgress
 from ostinato.errors import BadOption
 from tests.cli import tiny_model
@@ -86,6 +89,58 @@ def test_the_prompt_may_be_an_argument_a_file_or_standard_input(ostinato: RunCli
     }
 
 
+def test_a_file_follows_a_prompt_after_a_blank_line(ostinato: RunCli, tiny: Path) -> None:
+    joined = answer(ostinato, "--model", tiny, "Sum up:\n\nof this")
+    piped = answer(ostinato, "--model", tiny, "Sum up:", "--file", "-", stdin=b"of this\n")
+    assert piped["prompt_ids"] == joined["prompt_ids"]
+
+
+def test_a_pipe_beside_a_prompt_is_told_how_to_be_read() -> None:
+    with start(("run", "--model", "/no/model.gguf", "hi")) as program:
+        _, said = program.communicate(b"a long text\n", timeout=60)
+    assert said.startswith(b"note: the text on standard input is not read; --file - puts it after the prompt\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "is_told"),
+    [("pipe", True), ("open pipe", False), ("closed pipe", False), ("file", True), ("loop", False)],
+)
+def test_text_on_standard_input_beside_a_prompt_is_left_there_and_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str, is_told: bool
+) -> None:
+    if given.endswith("pipe"):
+        reading, writing = os.pipe()
+        with open(writing, "wb") as pipe:
+            pipe.write(b"text" if given == "pipe" else b"")
+            pipe.flush()
+            with open(reading) as stdin:
+                monkeypatch.setattr(sys, "stdin", stdin)
+                if given == "closed pipe":
+                    pipe.close()
+                assert holds_unread_text() == is_told
+        return
+    (tmp_path / "lines").write_text("one\ntwo\n")
+    with (tmp_path / "lines").open() as stdin:
+        os.lseek(stdin.fileno(), 4 if given == "loop" else 0, os.SEEK_SET)  # a shell's loop has read a line of it
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert holds_unread_text() == is_told
+
+
+def test_a_prompt_that_is_a_model_is_told(ostinato: RunCli, tiny: Path) -> None:
+    ran = ostinato("run", *GREEDY, "--model", tiny, tiny)
+    assert (ran.code, ran.err.splitlines()[0]) == (
+        0,
+        f"note: {tiny} is a model, and taken as the prompt here; --model {tiny} runs it",
+    )
+    assert "note" not in ostinato("run", *GREEDY, "--model", tiny, "hello").err
+
+
+def test_a_schema_that_is_no_json_is_named(ostinato: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text('{"type": ')
+    ran = ostinato("run", "--schema", tmp_path / "broken.json", "hi")
+    assert (ran.code, f"--schema {tmp_path / 'broken.json'} is no JSON: " in ran.err) == (2, True)
+
+
 def test_an_instruct_model_gets_its_template_unless_raw(ostinato: RunCli, tiny: Path) -> None:
     templated = answer(ostinato, "--model", tiny, "hi")
     raw = answer(ostinato, "--model", tiny, "--raw", "hi")
@@ -115,7 +170,8 @@ def test_a_stop_string_ends_the_text_and_is_not_shown(ostinato: RunCli, tiny: Pa
     ("arguments", "message"),
     [
         (("",), "the prompt is empty"),
-        (("hi", "--file", "x"), "given twice"),
+        (("hi", "--file", "/no/such/file"), "cannot read /no/such/file: No such file"),
+        (("hi", "--schema", '{"type": "object"}'), "--schema takes a file, not JSON text"),
         (("--file", "/no/such/file"), "cannot read /no/such/file: No such file"),
         (("--file", "/"), "cannot read /: Is a directory"),
         (("hi", "--raw", "--system", "x"), "--raw leaves it out"),

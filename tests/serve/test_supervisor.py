@@ -290,6 +290,15 @@ def test_a_worker_that_goes_on_saying_that_it_lives_is_let_live() -> None:
     assert exit_code == 0, said
 
 
+@pytest.mark.parametrize(
+    ("n_running", "told"), [(0, "stopping"), (2, "draining: 2 requests run; once more to stop them")]
+)
+def test_a_server_without_requests_only_says_that_it_stops(n_running: int, told: str) -> None:
+    event = json.dumps({"event": "draining", "running": n_running}).encode() + b"\n"
+    _, said = supervised(f"os.write(given['events'], ready + {event!r})\nsys.exit(0)\n")
+    assert said[-1] == told
+
+
 def test_a_worker_that_is_killed_while_it_loads_is_told_of() -> None:
     exit_code, said = supervised("os.kill(os.getpid(), signal.SIGKILL)\n")
     assert exit_code == 3

@@ -28,11 +28,12 @@ from ostinato.cli.run import run
 from ostinato.cli.scale import scale
 from ostinato.cli.serve import serve
 from ostinato.cli.texts import embed, score, tokenize
+from ostinato.cli.usage import answer_to
 from ostinato.cli.verify import verify
 from ostinato.errors import HardwareCannot, OstinatoError
-from ostinato.other_engines import answer_flag
 
 app = Verbs(name="ostinato", pretty_exceptions_enable=False, rich_markup_mode="rich")
+app.info.context_settings = {"help_option_names": ["--help", "-h"]}
 for _verb in (run, chat, serve, batch, tokenize, score, embed, inspect, pull, models, rm, doctor, verify):
     app.command()(_verb)
 bench.command("serve")(serve_load)
@@ -69,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def call(arguments: Sequence[str]) -> int:
     """Run a verb; every error ends here as one line on standard error and an exit code."""
+    if list(arguments[:1]) == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     try:
         code = app(list(arguments), prog_name="ostinato", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -99,19 +102,8 @@ def _refuse(error: OstinatoError) -> int:
 def _refuse_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
     context = getattr(error, "ctx", None)
     program = context.command_path if context is not None else "ostinato"
-    talk(f"error: {_answer_to(error, arguments) or error.format_message()}\nsee `{program} --help`")
+    talk(f"error: {answer_to(error, arguments)}\nsee `{program} --help`")
     return 2
-
-
-def _answer_to(error: typer.TyperException, arguments: Sequence[str]) -> str | None:
-    """What we have instead of an option of another engine. Of `-ngl` the parser names only `-n`, hence the search."""
-    begins = getattr(error, "option_name", None)
-    if not isinstance(begins, str):
-        return None
-    context = getattr(error, "ctx", None)
-    known = [flag for one in context.command.params for flag in one.opts] if context is not None else []
-    answers = ((word, answer_flag(word, known)) for word in arguments if word.startswith(begins))
-    return next((f"no such option {word}: {answer}" for word, answer in answers if answer is not None), None)
 
 
 def _blame_ourselves(error: Exception) -> int:

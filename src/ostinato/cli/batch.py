@@ -46,7 +46,8 @@ def batch(
     """Answer a file of requests in OpenAI's batch format.
 
     Every line gets exactly one result, in the order of completion. After an interruption, run the same command
-    again: it answers the lines that have no result.
+    again: it answers the lines that have no result. The exit code is 0 once every line has a result, also where that
+    is a refusal or says that the line is invalid: the last line on standard error and --json count them.
     """
     check_installed()
     from ostinato.scale.batch import Tally

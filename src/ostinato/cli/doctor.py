@@ -34,6 +34,7 @@ from ostinato.engine.machine import why_no_cuda
 from ostinato.errors import OstinatoError
 from ostinato.files import store
 from ostinato.files.fetch import megabytes
+from ostinato.options import LoadOptions
 
 _CPU_FLAGS: Final = (
     *("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx_bf16", "amx_int8"),
@@ -167,7 +168,7 @@ def _plan() -> dict[str, Any] | None:
         from ostinato.models.registry import read_shape
 
         with open_checkpoint(store.resolve(store.DEFAULT, talk=lambda _: None)) as checkpoint:
-            return plan_facts(planned(checkpoint, read_shape(checkpoint)))
+            return plan_facts(planned(checkpoint, read_shape(checkpoint), LoadOptions()))
     except (OstinatoError, ImportError):  # doctor reports and refuses nothing; `inspect` says what is wrong with it
         return None
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from ostinato.cli.input import read_file
+from ostinato.cli.input import read_file, read_schema
 from ostinato.cli.output import set_verbose, talk
 from ostinato.errors import BadInput, BadOption
 from ostinato.files import store
@@ -225,7 +225,7 @@ _FOLLOWING = _under(
             name="--schema",
             old="--json-schema",
             type=Path | None,
-            read=read_file,
+            read=read_schema,
         ),
         "json_mode": Flag("Any JSON object."),
         "regex": Flag("A text that matches all of it.", "REGEX"),
@@ -269,7 +269,8 @@ _USUAL = "device mode dtype kv_type context threads"
 ToGenerate = Annotated[LoadOptions, _loading(f"{_USUAL} slots activations prompts")]
 ToCompute = Annotated[LoadOptions, _loading(f"{_USUAL} activations")]
 ToMeasure = Annotated[LoadOptions, _loading("device dtype kv_type threads activations")]
-ToServe = Annotated[LoadOptions, _loading(f"slots queue {_USUAL} prompts")]
-ToBatch = Annotated[LoadOptions, _loading(f"slots {_USUAL} prompts")]
+ToServe = Annotated[LoadOptions, _loading(f"slots queue {_USUAL} activations prompts")]
+ToBatch = Annotated[LoadOptions, _loading(f"slots {_USUAL} activations prompts")]
+ToPlan = Annotated[LoadOptions, _loading("slots kv_type context")]
 Device = Annotated[str, _LOADING["device"]]
 KvType = Annotated[KVType | None, _LOADING["kv_type"]]

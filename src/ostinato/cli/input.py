@@ -5,12 +5,14 @@ Parsing at the edge, once: what comes out of here is a clean `str`. No verb open
 
 from __future__ import annotations
 
+import json
 import os
+import stat
 import sys
 from pathlib import Path
 from typing import Final
 
-from ostinato.errors import BadInput
+from ostinato.errors import BadInput, BadOption
 
 STANDARD_INPUT: Final = Path("-")
 
@@ -47,6 +49,18 @@ def read_file(path: Path) -> str:
     return decode_text(data, str(path))
 
 
+def read_schema(path: Path) -> str:
+    """The JSON in a file."""
+    if str(path).lstrip()[:1] in ("{", "["):
+        raise BadOption("--schema takes a file, not JSON text; write the schema to one, or give - for standard input")
+    text = read_file(path)
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadOption(f"--schema {path} is no JSON: {error}") from error
+    return text
+
+
 def read_standard_input() -> str:
     """Standard input, byte for byte up to its end."""
     try:
@@ -63,6 +77,22 @@ def is_typed() -> bool:
 def standard_input_is_given() -> bool:
     """Whether standard input is a pipe or a file, not a terminal and not closed."""
     return sys.stdin is not None and not sys.stdin.isatty()
+
+
+def holds_unread_text() -> bool:
+    """Whether standard input is a pipe that holds text, or a file of which nothing was read. Takes nothing and never
+    waits: a pipe may stay open for ever, and a file or a pipe may be the list of a shell's loop."""
+    try:
+        import fcntl
+        import termios
+
+        handle = sys.stdin.fileno()
+        status = os.fstat(handle)
+        if stat.S_ISREG(status.st_mode):
+            return status.st_size > 0 and os.lseek(handle, 0, os.SEEK_CUR) == 0
+        return stat.S_ISFIFO(status.st_mode) and any(fcntl.ioctl(handle, termios.FIONREAD, bytes(4)))
+    except (AttributeError, ImportError, OSError, ValueError):  # closed, no file, or no Unix
+        return False
 
 
 def read_text(argument: str | None, file: Path | None, what: str) -> str:

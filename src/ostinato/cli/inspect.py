@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ostinato.cache.kv_bytes import KV_FORMATS
 from ostinato.cli import flags
 from ostinato.cli.output import talk, write_columns, write_json
-from ostinato.errors import BadFile, OstinatoError
+from ostinato.errors import BadFile, ContextTooLarge, HardwareCannot, OstinatoError
 from ostinato.files.fetch import megabytes
 from ostinato.files.store import DEFAULT, resolve
 from ostinato.options import LoadOptions
@@ -42,21 +43,26 @@ Found = TypeVar("Found")
 
 @flags.verb
 def inspect(
+    *,
     model: flags.ModelAnywhere = DEFAULT,
+    load: flags.ToPlan,
     as_json: flags.Json = False,
 ) -> None:
-    """Describe a model: architecture, sizes, tensors, tokenizer, template, memory. Reads no weights."""
+    """Describe a model: architecture, sizes, tensors, tokenizer, template, memory. Reads no weights.
+
+    The options of loading change the memory plan alone.
+    """
     from ostinato.files.checkpoint import open_checkpoint
 
     with open_checkpoint(resolve(model, talk=talk)) as checkpoint:
-        facts = describe(checkpoint)
+        facts = describe(checkpoint, load)
     if as_json:
         write_json(facts)
     else:
         write_columns(_rows(facts))
 
 
-def describe(checkpoint: Checkpoint) -> dict[str, Any]:
+def describe(checkpoint: Checkpoint, load: LoadOptions) -> dict[str, Any]:
     """Everything in the headers, and under `missing` why some of it could not be read."""
     from ostinato.backends.native.backend import why_not_blocks
     from ostinato.models.header import tensors_of
@@ -68,6 +74,8 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     def attempt(read: Callable[[], Found]) -> Found | None:
         try:
             return read()
+        except ContextTooLarge:  # as asked for
+            raise
         except OstinatoError as error:
             missing.append(str(error))
             return None
@@ -94,7 +102,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     facts["memory"] = _memory(shape, n_parameters) if shape else None
     # Of the model alone; `doctor` says whether this machine has a native loop.
     facts["native_loop"] = {"why_not": why_not_blocks(shape, tensors_of(checkpoint))} if shape else None
-    plan = attempt(lambda: planned(checkpoint, shape)) if shape else None
+    plan = attempt(lambda: planned(checkpoint, shape, load)) if shape else None
     facts["plan"] = None if plan is None else plan_facts(plan)
     facts["missing"] = missing
     return facts
@@ -141,16 +149,15 @@ def _memory(shape: Shape, n_parameters: int) -> dict[str, Any]:
     }
 
 
-def planned(checkpoint: Checkpoint, shape: Shape) -> MemoryPlan:
-    """The memory that an engine with default options would take on this machine's default device."""
+def planned(checkpoint: Checkpoint, shape: Shape, options: LoadOptions) -> MemoryPlan:
+    """The memory that an engine with these options would take on this machine."""
     from ostinato.engine.choose import LoadCase, decide, fit
     from ostinato.engine.machine import choose_device, machine_at
     from ostinato.models.header import tensors_of
 
-    options = LoadOptions()
     case = LoadCase(shape, tensors_of(checkpoint), options, machine_at(choose_device(options.device)))
     settled = decide(case)
-    with suppress(OstinatoError):  # a plan that does not fit is shown too, and marked so
+    with suppress(HardwareCannot):  # a plan that does not fit is shown too, and marked so
         settled = fit(settled, case, lambda _: None)
     return case.plan(settled)
 
@@ -266,7 +273,8 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
         rows.append(("native loop", "can run it on a CPU" if reason is None else f"cannot: {reason}"))
     if facts["plan"]:
         rows += plan_rows(facts["plan"])
-    return rows + [("missing", text) for text in facts["missing"]]
+    labels = chain([] if memory else ["cannot run"], repeat("missing"))  # the first reason is then the shape's
+    return rows + list(zip(labels, facts["missing"], strict=False))
 
 
 def _on_a_gpu(type: str, n_packed: int) -> str:

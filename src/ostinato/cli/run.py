@@ -12,11 +12,11 @@ import typer
 from ostinato.cli import flags
 from ostinato.cli.conversation import Conversation
 from ostinato.cli.flags import Flag
-from ostinato.cli.input import read_text, without_last_newline
+from ostinato.cli.input import holds_unread_text, read_text, without_last_newline
 from ostinato.cli.loading import opened
 from ostinato.cli.output import talk, write, write_json
 from ostinato.errors import BadInput, BadOption
-from ostinato.files.store import DEFAULT
+from ostinato.files.store import DEFAULT, is_model
 
 if TYPE_CHECKING:
     from ostinato.llm import LLM, Completion, Piece
@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 def run(
     *,
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The prompt; else --file or standard input.")
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt; without it, --file or standard input.")
     ] = None,
     model: flags.Model = DEFAULT,
-    file: flags.TextFile = None,
+    file: Annotated[
+        Path | None, Flag("Take the prompt from a file (- is standard input); with a PROMPT it follows that.", "FILE")
+    ] = None,
     system: Annotated[str | None, Flag("A system message before the prompt.", "TEXT")] = None,
     state: Annotated[
         Path | None, Flag("Continue the conversation in FILE, if it exists; save it afterwards.", "FILE")
@@ -44,10 +46,13 @@ def run(
     An instruct model gets its chat template, unless --raw. Sampling options that are left out are the model's own.
     An answer that must follow something ends where that does. Without --max-tokens an answer
     ends where the model ends it, or when the context is full.
+
+    With a PROMPT, standard input is read only if --file - says so: `ostinato run "Summarise:" --file - < report.txt`
+    puts the report after the prompt and a blank line. A prompt that begins with - comes after `--`.
     """
     if raw and system is not None:
         raise BadOption("--system needs the chat template, and --raw leaves it out; give one of them")
-    text = _prompt(prompt, read_text(prompt, file, "the prompt"))
+    text = _prompt(prompt, file)
     if state is not None and not state.parent.is_dir():
         raise BadInput(f"--state {state}: there is no folder {state.parent} to save it in")
     with opened(model, load) as llm:
@@ -62,10 +67,17 @@ def run(
             conversation.save(llm, completion)
 
 
-def _prompt(argument: str | None, text: str) -> str:
-    text = text if argument is not None else without_last_newline(text)
+def _prompt(argument: str | None, file: Path | None) -> str:
+    """The argument, the file, or both with a blank line between."""
+    first = None if argument is None else read_text(argument, None, "the prompt")
+    rest = None if first is not None and file is None else without_last_newline(read_text(None, file, "the prompt"))
+    text = "\n\n".join(part for part in (first, rest) if part)
     if not text:
         raise BadInput("the prompt is empty; give some text to go on from")
+    if first and is_model(first):
+        talk(f"note: {first} is a model, and taken as the prompt here; --model {first} runs it")
+    if first is not None and file is None and holds_unread_text():
+        talk("note: the text on standard input is not read; --file - puts it after the prompt")
     return text
 
 

@@ -62,7 +62,7 @@ class Engine:
         `queue`: how many requests may wait. `share_prefixes`: do not compute a prompt's beginning again if it is still
         in memory. `constrain` makes the constraint of an answer from its sampling options."""
         self._shape, vocab = model.shape, model.shape.vocab
-        self.context, self._vocab = settled.context, vocab
+        self.context = settled.context
         self._eog_ids = frozenset(token for token in eog_ids if token < vocab)
         self._constrain = constrain
         settled = replace(settled, n_tokens=vocab if n_tokens is None else n_tokens)
@@ -114,7 +114,7 @@ class Engine:
         `resume`: continue the sequence that was kept or loaded last; `keep`: keep this sequence afterwards, to be saved
         or resumed.
         """
-        check_prompt(prompt, vocab=self._vocab, context=self.context, room=1)
+        check_prompt(prompt, shape=self._shape, context=self.context, room=1)
         constraint = None
         if sampling.rule is not None:
             if self._constrain is None:
@@ -167,7 +167,7 @@ class Engine:
 
     def check_text(self, ids: Sequence[int]) -> None:
         """Refuse ids that are no tokens of this model, or too many for the context."""
-        check_prompt(ids, vocab=self._vocab, context=self.context)
+        check_prompt(ids, shape=self._shape, context=self.context)
 
     def _enqueue(self, one: Request | Work, *, wait: bool = False) -> None:
         if self.helper is not None and threading.current_thread() is threading.main_thread():

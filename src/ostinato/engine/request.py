@@ -16,6 +16,7 @@ from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 from ostinato.engine.constraint import Constraint
 from ostinato.errors import BadInput, PromptTooLong
 from ostinato.loop.start import Helper
+from ostinato.models.shape import Shape
 from ostinato.options import Sampling
 from ostinato.processes import OpenedHere
 
@@ -103,19 +104,21 @@ class HeldSequence(NamedTuple):
     rope_set: int = 0
 
 
-def check_prompt(ids: Sequence[int], *, vocab: int, context: int, room: int = 0) -> None:
+def check_prompt(ids: Sequence[int], *, shape: Shape, context: int, room: int = 0) -> None:
     """Refuse ids that are no tokens of this model, or too many for the context with `room` to spare."""
     if not ids:
         raise BadInput("the prompt is empty; give it at least one token")
     for index, token in enumerate(ids):
-        if not isinstance(token, int) or not 0 <= token < vocab:
+        if not isinstance(token, int) or not 0 <= token < shape.vocab:
             raise BadInput(
-                f"the prompt has the token id {token!r} at index {index}; this model has ids from 0 to {vocab - 1}"
+                f"the prompt has the token id {token!r} at index {index}; "
+                f"this model has ids from 0 to {shape.vocab - 1}"
             )
     if len(ids) + room > context:
         raise PromptTooLong(
             f"the prompt has {len(ids)} tokens and the context holds {context}"
-            + (f", of which {room} must be left for the answer" if room else "")
+            + (f", of which {room} must be left for the answer" if room else ""),
+            context >= shape.context,
         )
 
 

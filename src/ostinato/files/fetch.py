@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from ostinato.errors import BadInput, FetchFailed, NoNetwork, OstinatoError, UnknownName, Unsupported
+from ostinato.errors import BadInput, CannotStore, FetchFailed, NoNetwork, OstinatoError, UnknownName, Unsupported
 from ostinato.options import Talk
 from ostinato.other_engines import LORA
 from ostinato.processes import python_command
@@ -94,7 +94,7 @@ class Growth:
         return now - self._since >= STALLED_S
 
 
-class DiskFull(FetchFailed):
+class DiskFull(CannotStore):
     """The disk has no space for the model; the part that was fetched is useless."""
 
 

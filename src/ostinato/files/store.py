@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Final
 from urllib.parse import quote
 
-from ostinato.errors import BadInput, FetchFailed, NoNetwork, UnknownName, listing
+from ostinato.errors import BadInput, CannotStore, FetchFailed, NoNetwork, UnknownName, listing
 from ostinato.files.fetch import (
     STALLED_S,
     DiskFull,
@@ -55,6 +55,9 @@ WAIT_TALK_EVERY_S: Final = 30.0
 
 _MARKER: Final = ".ostinato.json"
 _HUB_NAME: Final = re.compile(r"hf:(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:/(?P<file>[^\\\0]+))?")
+
+_HUB_ADDRESS: Final = re.compile(r"(https?://)?(huggingface\.co|hf\.co)/")
+_HUB_PAGE: Final = re.compile(r"/(resolve|blob|tree)/[^/]+/?|\?.*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,14 @@ def is_name(text: str) -> bool:
     return text in TABLE or text.startswith("hf:")
 
 
+def is_model(text: str) -> bool:
+    """Whether a text is the name of a model, or the path of one that is there."""
+    if text in TABLE or _HUB_NAME.fullmatch(text):
+        return True
+    path = os.path.expanduser(text)
+    return (path.endswith(".gguf") and os.path.isfile(path)) or os.path.isfile(os.path.join(path, "config.json"))
+
+
 def pull(name: str, *, talk: Talk) -> StoredModel:
     """Fetch a named model, or check the checksums of the local one; raises FetchFailed with what to do."""
     source = source_of(name)
@@ -124,9 +135,9 @@ def pull(name: str, *, talk: Talk) -> StoredModel:
     except NoNetwork as error:
         raise NoNetwork(f"{name}: {error}; {_without_network(name, source)}") from error
     except FetchFailed as error:
-        raise FetchFailed(f"{name}: {error}") from error
+        raise type(error)(f"{name}: {error}") from error
     except OSError as error:
-        raise FetchFailed(
+        raise CannotStore(
             f"{name}: cannot write to {home()}: {error.strerror or error}; OSTINATO_HOME names another folder"
         ) from error
 
@@ -311,6 +322,10 @@ def _without_network(name: str, source: Source) -> str:
 
 
 def _unknown(text: str) -> UnknownName:
+    address = _HUB_ADDRESS.match(text)
+    on_hub = f"hf:{_HUB_PAGE.sub('/', text[address.end() :]) if address else text}".rstrip("/")
+    if address or (_HUB_NAME.fullmatch(on_hub) and not re.fullmatch(r"[^/]+/[^/]+\.(gguf|safetensors)", text)):
+        return UnknownName(f"there is no file or folder {text!r}; a model of the Hugging Face hub is called {on_hub}")
     known = list(TABLE) + [model.name for model in installed() if model.name not in TABLE]
     names = f"known names: {listing(text, known)}, and hf:owner/repo/file.gguf or hf:owner/repo"
     if os.sep in text or text.startswith((".", "~")) or text.endswith((".gguf", ".safetensors")):

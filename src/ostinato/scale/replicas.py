@@ -204,7 +204,7 @@ def _drain(signals: Signals, talk: Talk) -> None:
     try:
         ingress = serve.get_deployment_handle(INGRESS, APP)
         running = sum(ingress.broadcast("drain").results(timeout_s=_ANSWER_S))
-        talk(f"draining: {running} requests run; once more to stop them")
+        talk(f"draining: {running} requests run; once more to stop them" if running else "stopping")
         while running and not signals.second.wait(0.2):
             running = sum(ingress.broadcast("running").results(timeout_s=_ANSWER_S))
     except (KeyError, TimeoutError, RayError) as error:

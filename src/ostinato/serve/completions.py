@@ -52,7 +52,7 @@ def _ids(service: Service, llm: LLM, prompt: str | list[int]) -> list[int]:
             raise Refusal(400, "the prompt is empty; give it some text", param="prompt")
         service.check_length(prompt, "prompt")
         return llm.tokenize(prompt)
-    check_prompt(prompt, vocab=llm.shape.vocab, context=llm.context)
+    check_prompt(prompt, shape=llm.shape, context=llm.context)
     return prompt
 
 

@@ -181,7 +181,8 @@ class Supervisor:
                 self._refused = True
                 self._talk(f"error: {event['message']}")
             case "draining":
-                self._talk(f"draining: {event['running']} requests run; once more to stop them")
+                n_running = event["running"]
+                self._talk(f"draining: {n_running} requests run; once more to stop them" if n_running else "stopping")
 
     def _overdue(self) -> bool:
         return self._n_signals > 1 and time.monotonic() - self._stopped_at > KILL_S

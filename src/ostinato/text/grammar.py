@@ -107,7 +107,7 @@ class Grammars:
             check_multiples(rule.text)
             inner = LLMatcher(known, _source(rule), log_level=0, limits=_limits())
             if inner.is_error():
-                return _first_line(inner.get_error())
+                return _reason(inner.get_error())
             return inner, _next_bits(inner, -(-self._n_ids // 32))
         except (ValueError, BadInput) as error:
             return str(error)
@@ -247,7 +247,7 @@ def _next_bits(inner: LLMatcher, n_words: int) -> np.ndarray:
         found = np.frombuffer(inner.compute_bitmask(), np.int32)[:n_words]
         bits[: len(found)] = found
     if inner.is_error():  # said after the bits were asked for too
-        raise BadInput(f"the answer cannot go on: {_first_line(inner.get_error())}")
+        raise BadInput(f"the answer cannot go on: {_reason(inner.get_error())}")
     if not bits.any():
         raise BadInput("the answer cannot go on: no token of this model may come next")
     return bits
@@ -259,5 +259,11 @@ def _bits_of(ids: Iterable[int], n_words: int) -> np.ndarray:
     return np.packbits(flags, bitorder="little").view(np.int32)
 
 
-def _first_line(message: str) -> str:
-    return message.replace("<non-verbose/>", "").strip().split("\n")[0]
+def _reason(message: str) -> str:
+    """A message of the library on one line: its first, and the reason that follows a picture of the place.
+
+    >>> _reason("regex parse error:\\n    [0-9\\n    ^\\nerror: unclosed character class")
+    'regex parse error: unclosed character class'
+    """
+    first, *others = message.replace("<non-verbose/>", "").strip().split("\n")
+    return " ".join([first, *(line.removeprefix("error: ") for line in others if line.startswith("error: "))])
