@@ -121,7 +121,7 @@ def test_a_model_given_twice_is_refused(ostinato: RunCli, tiny: Path) -> None:
 
 def test_hints_for_words_of_other_engines_name_flags_that_there_are() -> None:
     known = flags("run") | flags("serve")
-    for word in [*(f"--{word.replace('_', '-')}" for word in OTHER_ENGINES), *other_engines._SHORT]:
+    for word in [*(f"--{word.replace('_', '-')}" for word in OTHER_ENGINES), *other_engines._OF_PROGRAMS]:
         answer = answer_flag(word, flags("run"))
         assert answer is not None
         assert set(re.findall(r"--[a-z-]+", answer)) <= known, answer
