@@ -27,7 +27,7 @@ _KINDS: Final = {
     408: ("invalid_request_error", "timeout"),
     413: ("invalid_request_error", "too_large"),
     415: ("invalid_request_error", "unsupported_media_type"),
-    429: ("rate_limit_error", "line_full"),
+    429: ("rate_limit_error", "queue_full"),
     500: ("server_error", "internal_error"),
     503: ("service_unavailable_error", "not_ready"),
 }

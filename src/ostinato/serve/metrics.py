@@ -76,7 +76,7 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self.tokens = counter("generated_tokens", "Tokens of answers.")
         self.host_seconds = counter("host_token_seconds", "The server's own time with tokens of answers.")
-        self.wait = histogram("time_in_line_seconds", "From asking to the prompt's beginning.", _SECONDS)
+        self.wait = histogram("time_in_queue_seconds", "From the request to the start of its prompt.", _SECONDS)
         self.first_token = histogram("time_to_first_token_seconds", "From asking to the first token.", _SECONDS)
         self.gap = histogram("token_gap_seconds", "Between two tokens of an answer, by the device's clock.", _GAPS)
         self.duration = histogram("request_seconds", "From a request's first byte to its answer's last.", _SECONDS)
