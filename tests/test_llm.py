@@ -1,8 +1,11 @@
 """The Python face: lists in, lists out; pieces that join; options that are known; answers with a digest."""
 
+import copy
 import dataclasses
 import gc
+import json
 import math
+import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,6 +167,16 @@ def test_the_digest_is_of_the_model_the_options_that_matter_and_the_tokens(tiny_
     assert answer.digest == tiny_llm.generate("the sea", seeded).digest  # nothing was drawn
     with LLM(tiny.gguf("llama-tied", tiny_files), device="cpu", context=128) as other:
         assert answer.digest != other.generate("the sea", GREEDY).digest
+
+
+def test_an_answer_can_be_pickled_copied_and_written_as_json(tiny_llm: LLM) -> None:
+    answer = tiny_llm.generate("the sea", dataclasses.replace(GREEDY, logprobs=1))
+    for again in (pickle.loads(pickle.dumps(answer)), copy.deepcopy(answer), dataclasses.replace(answer)):
+        assert again == answer
+        assert again.digest == answer.digest
+    written = json.loads(json.dumps(dataclasses.asdict(answer)))
+    assert written["text"] == answer.text
+    assert written["digest"] == answer.digest
 
 
 def test_what_is_printed_tells_what_counts(tiny_llm: LLM, tiny_gguf: Path) -> None:

@@ -61,6 +61,25 @@ def test_one_stop_string_or_a_list_are_both_welcome() -> None:
     assert Sampling(stop=listed).stop == ("###", "!")
 
 
+def test_what_the_docs_show_is_well_typed() -> None:
+    class Person:  # as a pydantic model
+        @classmethod
+        def model_json_schema(cls) -> dict[str, Any]:
+            return {"type": "object"}
+
+    made = Sampling(stop="a", stop_token_ids=[1], schema=Person)
+    assert (made.stop, made.stop_token_ids, made.schema) == (("a",), (1,), '{"type":"object"}')
+    assert Sampling(stop=["a", "b"], choice=["a"]).choice == ("a",)
+
+
+def test_a_record_is_frozen_and_can_be_a_key() -> None:
+    made: Any = Sampling(logit_bias={5: 1.0})
+    assert {made: 1}[Sampling(logit_bias={5: 1.0})] == 1
+    for name in ("temperature", "temprature"):
+        with pytest.raises(dataclasses.FrozenInstanceError, match=name):
+            setattr(made, name, 0.5)
+
+
 def test_none_for_stops_and_bias_means_none() -> None:
     nothing: Any = None
     assert Sampling(stop=nothing, stop_token_ids=nothing, logit_bias=nothing) == Sampling()

@@ -234,7 +234,7 @@ def listing(name: str, known: Iterable[str]) -> str:
     'temperature (the nearest), top_k'
     """
     names = sorted(known)
-    nearest = get_close_matches(name, names, n=1, cutoff=0.5)
+    nearest = get_close_matches(name, names, n=1, cutoff=0.7)
     if not nearest:
         return ", ".join(names)
     rest = [other for other in names if other != nearest[0]]
