@@ -41,7 +41,7 @@ PYTHON_WORDS = {
     "stream": "stream(prompt) and stream_chat(messages) answer piece by piece",
     "response_format": "it is Sampling(schema=...) or Sampling(json_mode=True) in Python",
     "sampling_params": "the options of a request are one Sampling, given after the prompt",
-    "reuse": "only stream and stream_chat continue from a loaded state",
+    "reuse": "only LLM.stream and LLM.stream_chat continue from a loaded state",
     "n": "a list with the same prompt gives several answers",
     "verbose": "nothing is printed unless LLM(model, talk=print) asks for it",
     "embedding": "LLM.embed needs no option; it works with every model",
