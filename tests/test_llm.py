@@ -276,7 +276,7 @@ def test_a_decoder_of_ones_own_refuses_unknown_settings(tiny_llm: LLM) -> None:
     with pytest.raises(InvalidBatch, match="a Batch is needed, not list"):
         decoder.decode([1, 2, 3])
     with pytest.raises(BadOption, match=r"token \(the nearest\)"):
-        Batch(**{"tokens": [1]})
+        Batch(**dict[str, Any](tokens=[1]))
 
 
 def test_a_memory_that_no_machine_has_is_a_matter_of_hardware(tiny_llm: LLM) -> None:
@@ -378,8 +378,9 @@ def test_ids_may_be_an_array_and_nothing_else_is_taken_for_ids(tiny_llm: LLM) ->
         llm.token_logprobs([5, 6], top=True)
     with pytest.raises(BadOption, match="LoadOptions"):
         LLM("none", load=cast(Any, {"context": 64}))
-    with pytest.raises(BadInput, match="path of a state"):
-        llm.load_state(None)
+    for call in (llm.load_state, llm.save_state):
+        with pytest.raises(BadInput, match="path of a state"):
+            call(None)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from difflib import get_close_matches
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Never, Self, TypeAlias, Unpack, overload
 
@@ -630,6 +631,7 @@ class LLM:
         Raises:
             BadInput: there is no answer yet, or the file cannot be written.
         """
+        _check_path(path)
         if self._recent is None:
             raise BadInput("there is no answer yet whose state could be saved")
         content = {
@@ -640,7 +642,7 @@ class LLM:
         state_bytes.write(path, save_sequence(self._engine, self._recent, content))
 
     def load_state(self, path: str | Path) -> Mapping[str, Any]:
-        """Load a saved sequence into memory; the next call with `reuse=True` continues from it.
+        """Load a saved sequence into memory; the next `stream` or `stream_chat` with `reuse=True` continues from it.
 
         >>> llm.load_state("story.state")                                              # doctest: +SKIP
 
@@ -653,8 +655,7 @@ class LLM:
         Raises:
             BadFile: the file is no state, is damaged, or was saved by another model or with other activations.
         """
-        if not isinstance(path, str | Path):
-            raise BadInput(f"the path of a state is needed, not {type(path).__name__}")
+        _check_path(path)
         data = state_bytes.read(path, limit=largest_state_bytes(self._engine))
         try:
             content = state_bytes.describe(data).note or {}
@@ -801,6 +802,11 @@ def _told(ids: Sequence[int], found: TextLogprobs) -> tuple[TokenLogprob, ...]:
 
 def _spelled(activations: object) -> str:
     return "dense weights" if activations is None else f"--activations {activations}"
+
+
+def _check_path(path: object) -> None:
+    if not isinstance(path, str | PathLike):
+        raise BadInput(f"the path of a state is needed, not {type(path).__name__}")
 
 
 def check_call(call: str, sampling: object, words: Mapping[str, Any]) -> None:
