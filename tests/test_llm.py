@@ -1,10 +1,13 @@
 """The Python face: lists in, lists out; pieces that join; options that are known; answers with a digest."""
 
+import copy
 import dataclasses
 import gc
+import json
 import math
+import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +20,7 @@ from hypothesis import strategies as st
 
 from ostinato import LLM, Batch, LoadOptions, Sampling
 from ostinato.engine.engine import Engine
-from ostinato.errors import BadFile, BadInput, BadOption, HardwareCannot, QueueFull, Unsupported
+from ostinato.errors import BadFile, BadInput, BadOption, HardwareCannot, InvalidBatch, QueueFull, Unsupported
 from tests.models import tiny
 
 GREEDY = Sampling(max_tokens=10, temperature=0, ignore_eos=True)
@@ -32,7 +35,9 @@ def test_lists_in_lists_out_in_order(tiny_llm: LLM) -> None:
     by_ids = tiny_llm.generate([[5, 6], [7, 8]], GREEDY)
     assert [a.prompt_ids for a in by_ids] == [(5, 6), (7, 8)]
     talks = [[{"role": "user", "content": text}] for text in ("one", "two")]
-    assert [a.text for a in tiny_llm.chat(talks, GREEDY)] == [tiny_llm.chat(talk, GREEDY).text for talk in talks]
+    answers = [tiny_llm.chat(talk, GREEDY).text for talk in talks]
+    assert [a.text for a in tiny_llm.chat(talks, GREEDY)] == answers
+    assert [a.text for a in tiny_llm.chat(["one", "two"], GREEDY)] == answers
 
 
 def test_pieces_join_to_the_text_and_only_the_last_has_the_whole(tiny_llm: LLM) -> None:
@@ -166,6 +171,16 @@ def test_the_digest_is_of_the_model_the_options_that_matter_and_the_tokens(tiny_
         assert answer.digest != other.generate("the sea", GREEDY).digest
 
 
+def test_an_answer_can_be_pickled_copied_and_written_as_json(tiny_llm: LLM) -> None:
+    answer = tiny_llm.generate("the sea", dataclasses.replace(GREEDY, logprobs=1))
+    for again in (pickle.loads(pickle.dumps(answer)), copy.deepcopy(answer), dataclasses.replace(answer)):
+        assert again == answer
+        assert again.digest == answer.digest
+    written = json.loads(json.dumps(dataclasses.asdict(answer)))
+    assert written["text"] == answer.text
+    assert written["digest"] == answer.digest
+
+
 def test_what_is_printed_tells_what_counts(tiny_llm: LLM, tiny_gguf: Path) -> None:
     wanted = "on cpu, loop, context"
     assert wanted in repr(tiny_llm)
@@ -252,6 +267,16 @@ def test_a_decoder_of_ones_own_refuses_unknown_settings(tiny_llm: LLM) -> None:
         tiny_llm.decoder(n_seqmax=4)
     with pytest.raises(BadOption, match="kv_type"):
         tiny_llm.decoder(kv_type="fp8")
+    wrong: dict[str, Any]
+    for wrong in ({"n_ctx": "64"}, {"n_batch": 1.5}, {"n_seq_max": True}, {"pooling": "foo"}, {"unified": "no"}):
+        with pytest.raises(BadOption, match=next(iter(wrong))):
+            tiny_llm.decoder(**wrong)
+    decoder: Any = tiny_llm.decoder(n_ctx=100, n_seq_max=0)
+    assert (decoder.settings.n_ctx, decoder.settings.n_seq_max) == (256, 1)
+    with pytest.raises(InvalidBatch, match="a Batch is needed, not list"):
+        decoder.decode([1, 2, 3])
+    with pytest.raises(BadOption, match=r"token \(the nearest\)"):
+        Batch(**dict[str, Any](tokens=[1]))
 
 
 def test_a_memory_that_no_machine_has_is_a_matter_of_hardware(tiny_llm: LLM) -> None:
@@ -314,13 +339,58 @@ def test_sampling_words_of_a_call_are_told_their_place(tiny_llm: LLM, call: str)
 
 
 @pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ({"temprature": 0.3}, r"Sampling\(temperature=\.\.\.\)"),
+        ({"stream": True}, "stream_chat"),
+        ({"response_format": {"type": "json_object"}}, "json_mode"),
+        ({"reuse": True}, "only LLM.stream"),
+        ({"context": 100}, "an option of loading"),
+        ({"foo": 1}, "does not read 'foo'; it reads add_generation_prompt"),
+        ({"tools": [{"type": "function"}]}, "does not render tools"),
+    ],
+)
+def test_a_word_that_the_template_does_not_read_is_refused(tiny_llm: LLM, words: dict[str, Any], says: str) -> None:
+    for ask in (tiny_llm.chat, tiny_llm.chat_ids):
+        with pytest.raises(BadInput, match=says):
+            ask("hi", **words)
+    assert tiny_llm.chat_ids("hi", tools=None, add_generation_prompt=True) == tiny_llm.chat_ids("hi")
+
+
+def test_an_llm_is_neither_pickled_nor_copied(tiny_llm: LLM) -> None:
+    for make in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(Unsupported, match="open the model where it is used"):
+            make(tiny_llm)
+
+
+def test_ids_may_be_an_array_and_nothing_else_is_taken_for_ids(tiny_llm: LLM) -> None:
+    llm: Any = tiny_llm
+    assert np.array_equal(llm.logits(np.array([5, 6])), llm.logits([5, 6]))
+    assert llm.token_logprobs(np.array([5, 6])) == llm.token_logprobs([5, 6])
+    assert np.array_equal(llm.embed([5, 6]), llm.embed([[5, 6]]))
+    for ask in (llm.detokenize, llm.logits, llm.token_logprobs):
+        for wrong in ("the sea", 5, None, [1.5], [None]):
+            with pytest.raises(BadInput, match="token id"):
+                ask(wrong)
+    with pytest.raises(BadInput, match="token ids"):
+        llm.embed(["a", 3])
+    with pytest.raises(BadOption, match="top is True"):
+        llm.token_logprobs([5, 6], top=True)
+    with pytest.raises(BadOption, match="LoadOptions"):
+        LLM("none", load=cast(Any, {"context": 64}))
+    for call in (llm.load_state, llm.save_state):
+        with pytest.raises(BadInput, match="path of a state"):
+            call(None)
+
+
+@pytest.mark.parametrize(
     ("messages", "says"),
     [
         (None, "messages is NoneType"),
         (5, "messages is int"),
         ({"content": "hi"}, r"messages\[0\] has no role"),
         ([{"role": "user", "content": "hi"}, {"role": "user"}], r"messages\[1\] \(user\) has no content"),
-        (["hi"], r"messages\[0\] is str"),
+        ([{"role": "user", "content": "hi"}, "hi"], r"messages\[1\] is str"),
         ([{"role": "user", "content": 5}], r"messages\[0\] \(user\) has a content of type int"),
         ([{"role": "usr", "content": "hi"}], r"messages\[0\] has the role 'usr'"),
     ],
@@ -334,9 +404,21 @@ def test_what_is_no_conversation_is_refused_with_its_index(tiny_llm: LLM, messag
 def test_a_closed_llm_says_so(tiny_gguf: Path) -> None:
     with LLM(tiny_gguf, device="cpu") as llm:
         stream = llm.stream("the sea", GREEDY)
-    for ask in (lambda: llm.generate("the sea", GREEDY), lambda: next(stream), lambda: llm.embed("the sea")):
+    asks: list[Callable[[], object]] = [
+        lambda: llm.generate("the sea", GREEDY),
+        lambda: next(stream),
+        lambda: llm.embed("the sea"),
+        lambda: llm.stream("the sea", GREEDY),
+        lambda: llm.chat("the sea", GREEDY),
+        lambda: llm.chat_ids("the sea", enable_thinking=True),
+        lambda: llm.decoder(),
+    ]
+    for ask in asks:
         with pytest.raises(BadInput, match="closed"):
             ask()
+    assert llm.template is not None
+    assert llm.template._child is None  # no process was started for a conversation
+    assert repr(llm).endswith("closed>")
 
 
 def until_idle(llm: LLM) -> dict[str, int]:

@@ -13,7 +13,7 @@ from ostinato.cli.chat import chat
 from ostinato.cli.run import run
 from ostinato.errors import BadOption, OstinatoError, Unsupported, listing
 from ostinato.loop.layout import Layout
-from ostinato.options import NEUTRAL, SAMPLING_NUMBERS, LoadOptions, SamplingNumber
+from ostinato.options import NEUTRAL, PYTHON_WORDS, SAMPLING_NUMBERS, LoadOptions, SamplingNumber
 from ostinato.other_engines import OTHER_ENGINES
 from ostinato.serve.shapes import GenerationBody
 
@@ -59,6 +59,25 @@ def test_one_stop_string_or_a_list_are_both_welcome() -> None:
     listed: Any = ["###", "!"]
     assert Sampling(stop=stops).stop == ("###",)
     assert Sampling(stop=listed).stop == ("###", "!")
+
+
+def test_what_the_docs_show_is_well_typed() -> None:
+    class Person:  # as a pydantic model
+        @classmethod
+        def model_json_schema(cls) -> dict[str, Any]:
+            return {"type": "object"}
+
+    made = Sampling(stop="a", stop_token_ids=[1], schema=Person)
+    assert (made.stop, made.stop_token_ids, made.schema) == (("a",), (1,), '{"type":"object"}')
+    assert Sampling(stop=["a", "b"], choice=["a"]).choice == ("a",)
+
+
+def test_a_record_is_frozen_and_can_be_a_key() -> None:
+    made: Any = Sampling(logit_bias={5: 1.0})
+    assert {made: 1}[Sampling(logit_bias={5: 1.0})] == 1
+    for name in ("temperature", "temprature"):
+        with pytest.raises(dataclasses.FrozenInstanceError, match=name):
+            setattr(made, name, 0.5)
 
 
 def test_none_for_stops_and_bias_means_none() -> None:
@@ -136,6 +155,14 @@ def test_an_option_in_the_wrong_place_is_told_the_right_one() -> None:
             kind(**wrong)
 
 
+@pytest.mark.parametrize("kind", [LoadOptions, Sampling])
+@pytest.mark.parametrize("word", PYTHON_WORDS)
+def test_what_is_tried_in_python_has_its_answer(kind: Any, word: str) -> None:
+    with pytest.raises(BadOption) as told:
+        kind(**{word: 1})
+    assert str(told.value).endswith(PYTHON_WORDS[word])
+
+
 def test_what_other_engines_are_answered_with_exists_here() -> None:
     ours = {field.name for kind in (LoadOptions, Sampling) for field in dataclasses.fields(kind)} | {"model"}
     assert set(other_engines._CALLED) <= ours
@@ -150,6 +177,7 @@ def test_the_signature_is_that_of_the_fields() -> None:
 def test_the_nearest_name_comes_first() -> None:
     assert listing("temprature", ["top_k", "temperature"]) == "temperature (the nearest), top_k"
     assert listing("zzz", ["b", "a"]) == "a, b"
+    assert listing("reuse", ["queue", "context"]) == "context, queue"  # a few letters in common are not near
 
 
 def test_every_error_has_an_exit_code_and_a_status() -> None:

@@ -11,8 +11,11 @@ import ostinato
 from ostinato.options import LoadWords
 
 NAMES = [
-    "LLM", "AsyncLLM", "Batch", "Completion", "Decoder", "LoadOptions", "OstinatoError", "Piece", "Sampling", "Score",
-    "Timings", "__version__",
+    "LLM", "AsyncLLM", "Batch", "Completion", "Decoder", "LoadOptions", "Piece", "Sampling", "Score", "Timings",
+    "__version__",
+    "Aborted", "AllocationFailed", "BadFile", "BadInput", "BadOption", "BadTemplate", "ComputeFailed",
+    "ContextTooLarge", "DecodeError", "EngineDead", "FetchFailed", "HardwareCannot", "InternalError", "InvalidBatch",
+    "NoNetwork", "NoSlot", "OstinatoError", "PromptTooLong", "QueueFull", "UnknownName", "Unsupported",
 ]  # fmt: skip
 METHODS = {
     "activations", "chat", "chat_ids", "chat_text", "close", "context", "decoder", "detokenize", "device", "dtype",
@@ -22,7 +25,17 @@ METHODS = {
 ASYNC_METHODS = {
     "chat", "close", "embed", "generate", "llm", "open", "rank", "score", "stream", "stream_chat", "token_logprobs",
 }  # fmt: skip
-COMPLETION = ["text", "token_ids", "prompt_ids", "finish_reason", "logprobs", "timings", "seed", "cached_tokens"]
+COMPLETION = [
+    "text",
+    "token_ids",
+    "prompt_ids",
+    "finish_reason",
+    "logprobs",
+    "timings",
+    "seed",
+    "cached_tokens",
+    "digest",
+]
 SAMPLING = [
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", "schema",
@@ -37,7 +50,7 @@ def test_the_package_offers_these_names() -> None:
 
 def test_the_records_have_these_fields() -> None:
     assert [f.name for f in dataclasses.fields(ostinato.Sampling)] == SAMPLING
-    assert [f.name for f in dataclasses.fields(ostinato.Completion) if f.name[0] != "_"] == COMPLETION
+    assert [f.name for f in dataclasses.fields(ostinato.Completion)] == COMPLETION
 
 
 def test_an_llm_has_these_methods() -> None:

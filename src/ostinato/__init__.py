@@ -10,7 +10,27 @@ if TYPE_CHECKING:
     from ostinato.async_llm import AsyncLLM as AsyncLLM
     from ostinato.decoder.batch.batch import Batch as Batch
     from ostinato.decoder.cells.decoder import Decoder as Decoder
+    from ostinato.errors import Aborted as Aborted
+    from ostinato.errors import AllocationFailed as AllocationFailed
+    from ostinato.errors import BadFile as BadFile
+    from ostinato.errors import BadInput as BadInput
+    from ostinato.errors import BadOption as BadOption
+    from ostinato.errors import BadTemplate as BadTemplate
+    from ostinato.errors import ComputeFailed as ComputeFailed
+    from ostinato.errors import ContextTooLarge as ContextTooLarge
+    from ostinato.errors import DecodeError as DecodeError
+    from ostinato.errors import EngineDead as EngineDead
+    from ostinato.errors import FetchFailed as FetchFailed
+    from ostinato.errors import HardwareCannot as HardwareCannot
+    from ostinato.errors import InternalError as InternalError
+    from ostinato.errors import InvalidBatch as InvalidBatch
+    from ostinato.errors import NoNetwork as NoNetwork
+    from ostinato.errors import NoSlot as NoSlot
     from ostinato.errors import OstinatoError as OstinatoError
+    from ostinato.errors import PromptTooLong as PromptTooLong
+    from ostinato.errors import QueueFull as QueueFull
+    from ostinato.errors import UnknownName as UnknownName
+    from ostinato.errors import Unsupported as Unsupported
     from ostinato.llm import LLM as LLM
     from ostinato.llm import Completion as Completion
     from ostinato.llm import Piece as Piece
@@ -31,13 +51,19 @@ _HOMES = {
     "Score": "llm",
     "Timings": "llm",
     "LoadOptions": "options",
-    "OstinatoError": "errors",
     "Sampling": "options",
 }
 
+_ERRORS = (
+    "Aborted", "AllocationFailed", "BadFile", "BadInput", "BadOption", "BadTemplate", "ComputeFailed",
+    "ContextTooLarge", "DecodeError", "EngineDead", "FetchFailed", "HardwareCannot", "InternalError", "InvalidBatch",
+    "NoNetwork", "NoSlot", "OstinatoError", "PromptTooLong", "QueueFull", "UnknownName", "Unsupported",
+)  # fmt: skip
+_HOMES.update(dict.fromkeys(_ERRORS, "errors"))
+
 __all__ = [
-    "LLM", "AsyncLLM", "Batch", "Completion", "Decoder", "LoadOptions", "OstinatoError", "Piece", "Sampling", "Score",
-    "Timings", "__version__",
+    "LLM", "AsyncLLM", "Batch", "Completion", "Decoder", "LoadOptions", "Piece", "Sampling", "Score", "Timings",
+    "__version__", *_ERRORS,
 ]  # fmt: skip
 
 

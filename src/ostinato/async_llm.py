@@ -100,6 +100,8 @@ class AsyncLLM:
         await self.close()
 
     def __repr__(self) -> str:
+        if self._closed:
+            return "<AsyncLLM, closed>"
         return "<AsyncLLM, not open>" if self._llm is None else f"<AsyncLLM of {self._llm!r}>"
 
     @property
@@ -141,7 +143,7 @@ class AsyncLLM:
     @overload
     async def chat(
         self,
-        messages: Sequence[Sequence[Mapping[str, Any]]],
+        messages: list[str] | Sequence[Sequence[Mapping[str, Any]]],
         sampling: Sampling | None = None,
         **template_options: Any,
     ) -> list[Completion]: ...
@@ -182,7 +184,7 @@ class AsyncLLM:
 
     async def embed(
         self,
-        texts: str | Sequence[str] | Sequence[Sequence[int]],
+        texts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
         pooling: str | None = None,
         *,
         normalize: bool | None = None,

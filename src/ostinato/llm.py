@@ -14,6 +14,8 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from difflib import get_close_matches
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Never, Self, TypeAlias, Unpack, overload
 
@@ -50,6 +52,7 @@ from ostinato.models.registry import read_shape
 from ostinato.options import (
     MAX_LOGPROBS,
     OLD_NAMES,
+    PYTHON_WORDS,
     SAMPLING_NAMES,
     LoadOptions,
     LoadWords,
@@ -62,6 +65,7 @@ from ostinato.other_engines import OTHER_ENGINES
 from ostinato.processes import OpenedHere
 from ostinato.text.grammar import Grammars
 from ostinato.text.of_checkpoint import template_of, tokenizer_of
+from ostinato.text.template import ChatTemplate
 
 if TYPE_CHECKING:
     from ostinato.decoder.cells.decoder import Decoder
@@ -132,7 +136,7 @@ class LLM:
         **options: Unpack[LoadWords],
     ) -> None:
         say = talk or (lambda _: None)
-        self._opened = OpenedHere()
+        self._opened, self._closed = OpenedHere(), False
         wanted = load_options(load, options)
         self.name = str(model)
         self.path = store.resolve(self.name, talk=say)
@@ -181,6 +185,8 @@ class LLM:
         return settled
 
     def __repr__(self) -> str:
+        if self._closed:
+            return f"<LLM {self.name}, closed>"
         slots = "an encoder" if self._loop_engine is None else f"{self._settled.n_slots} slots"
         return f"<LLM {self.name} on {self.device}, {self.mode}, context {self.context}, {slots}>"
 
@@ -298,7 +304,7 @@ class LLM:
     @overload
     def chat(
         self,
-        messages: Sequence[Sequence[Mapping[str, Any]]],
+        messages: list[str] | Sequence[Sequence[Mapping[str, Any]]],
         sampling: Sampling | None = None,
         **template_options: Any,
     ) -> list[Completion]: ...
@@ -319,7 +325,7 @@ class LLM:
         Raises:
             Unsupported: the model has no chat template.
             BadInput: a message lacks its role or content, or has a role that the template does not render.
-            BadOption: a word of `template_options` belongs into a `Sampling`.
+            BadOption: a word of `template_options` belongs into a `Sampling`, or the template does not read it.
             BadTemplate: the template refuses the conversation, or takes too long.
             PromptTooLong: the rendered conversation does not fit the context.
         """
@@ -356,23 +362,19 @@ class LLM:
 
         Args:
             messages: the conversation, as for `chat`.
-            template_options: variables of the template.
+            template_options: variables of the template; one that it does not read has no effect.
 
         Raises:
             Unsupported: the model has no chat template.
             BadTemplate: the template refuses the conversation, or takes too long.
         """
-        if self.template is None:
-            raise Unsupported(
-                f"{self.name} has no chat template, so it has no notion of a conversation; "
-                "give it plain text instead (generate, or `ostinato run --raw`)"
-            )
+        template = self._chat_template()
         if isinstance(messages, str):
             messages = {"role": "user", "content": messages}
         listed = [messages] if isinstance(messages, Mapping) else messages
         if not listed and isinstance(listed, Sequence):
             raise BadInput("the conversation is empty; give it at least one message")
-        return self.template.render(listed, **template_options)
+        return template.render(listed, **template_options)
 
     def chat_ids(self, messages: Messages, **template_options: Any) -> list[int]:
         """The token ids that `chat` gives to the model.
@@ -381,11 +383,13 @@ class LLM:
 
         Args:
             messages: the conversation, as for `chat`.
-            template_options: variables of the template.
+            template_options: variables of the template; one that it does not read is refused.
 
         Returns:
             Token ids, with BOS once if the model has it.
         """
+        if template_options:
+            _check_template_words(self._chat_template(), template_options)
         return self.tokenizer.encode_rendered(self.chat_text(messages, **template_options))
 
     def submit(
@@ -448,7 +452,7 @@ class LLM:
         Args:
             ids: token ids.
         """
-        return self.tokenizer.decode(ids)
+        return self.tokenizer.decode(_ids(ids))
 
     # What the model computes
 
@@ -463,7 +467,7 @@ class LLM:
         Returns:
             float32 [n, vocab]: row i is the model's prediction after ids[: i + 1].
         """
-        return logits_of(self._engine, ids)
+        return logits_of(self._engine, _ids(ids))
 
     @overload
     def score(self, text: str) -> Score: ...
@@ -517,10 +521,10 @@ class LLM:
         Returns:
             A tuple with an entry for each token but the first, or a list of tuples.
         """
-        if not 0 <= top <= MAX_LOGPROBS:
-            raise BadOption(f"top is {top}; it must be a whole number from 0 to {MAX_LOGPROBS}")
-        is_list = bool(ids) and isinstance(ids[0], list)
-        texts: list[list[int]] = ids if is_list else [ids]
+        if not isinstance(top, int) or isinstance(top, bool) or not 0 <= top <= MAX_LOGPROBS:
+            raise BadOption(f"top is {top!r}; it must be a whole number from 0 to {MAX_LOGPROBS}")
+        is_list = isinstance(ids, list | tuple) and bool(ids) and not hasattr(ids[0], "__index__")
+        texts = [_ids(one) for one in (ids if is_list else [ids])]
         for text in texts:
             self._engine.check_text(text)
         scored = [text for text in texts if len(text) > 1]
@@ -531,7 +535,7 @@ class LLM:
 
     def embed(
         self,
-        texts: str | Sequence[str] | Sequence[Sequence[int]],
+        texts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
         pooling: str | None = None,
         *,
         normalize: bool | None = None,
@@ -541,7 +545,7 @@ class LLM:
         >>> llm.embed(["one text", "another"]).shape                                   # doctest: +SKIP
 
         Args:
-            texts: a text, a list of texts, or a list of lists of token ids.
+            texts: a text or its token ids, or a list of either.
             pooling: `mean`, `cls`, `last` or `rank`; the default is the model's own, else `mean`. With `rank`, a
                 ranking model gives its scores [texts, classes].
             normalize: scale to unit length; the default is an encoder's own setting, and true for a decoder.
@@ -557,10 +561,10 @@ class LLM:
                 "pooling 'none' gives a row for every token, not a vector; use LLM.decoder(embeddings=True)"
             )
         wanted = pooling or (self.shape.pooling if self.shape.pooling != "none" else None) or "mean"
-        texts = [texts] if isinstance(texts, str) else _listed(texts)
-        if not texts:
+        several: Sequence[Any] = [texts] if _is_one_text(texts) else _listed(texts)
+        if not several:
             return np.empty((0, self.shape.hidden), np.float32)
-        ids = [self.tokenize(text) if isinstance(text, str) else list(text) for text in texts]
+        ids = [self.tokenize(text) if isinstance(text, str) else _ids(text) for text in several]
         if self._encoder is None:
             vectors = vectors_of(self._engine, ids, wanted)
         else:
@@ -607,7 +611,7 @@ class LLM:
         """
         from ostinato.decoder.cells.decoder import Decoder
 
-        self._opened.check()
+        self._check_usable()
         known = inspect.signature(Decoder).parameters.keys() - {"model"}
         for word in settings:
             if word not in known:
@@ -627,6 +631,7 @@ class LLM:
         Raises:
             BadInput: there is no answer yet, or the file cannot be written.
         """
+        _check_path(path)
         if self._recent is None:
             raise BadInput("there is no answer yet whose state could be saved")
         content = {
@@ -637,7 +642,7 @@ class LLM:
         state_bytes.write(path, save_sequence(self._engine, self._recent, content))
 
     def load_state(self, path: str | Path) -> Mapping[str, Any]:
-        """Load a saved sequence into memory; the next call with `reuse=True` continues from it.
+        """Load a saved sequence into memory; the next `stream` or `stream_chat` with `reuse=True` continues from it.
 
         >>> llm.load_state("story.state")                                              # doctest: +SKIP
 
@@ -650,6 +655,7 @@ class LLM:
         Raises:
             BadFile: the file is no state, is damaged, or was saved by another model or with other activations.
         """
+        _check_path(path)
         data = state_bytes.read(path, limit=largest_state_bytes(self._engine))
         try:
             content = state_bytes.describe(data).note or {}
@@ -669,7 +675,11 @@ class LLM:
     # Life
 
     def close(self) -> None:
-        """Cancel running requests and release file, threads and the template's process; not usable afterwards."""
+        """Cancel running requests and end threads, the open file and the template's process; not usable afterwards.
+
+        The memory of weights and caches is free when nothing refers to this object any more (`del llm`).
+        """
+        self._closed = True
         with ExitStack() as parts:  # each is closed, even if another cannot be
             for part in (self._checkpoint, self._loop_engine, self._encoder, self.template):
                 if part is not None:
@@ -681,6 +691,12 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self) -> Never:
+        raise Unsupported(
+            "an LLM is neither pickled nor copied: its memory and threads are this process's; open the model where it "
+            "is used"
+        )
+
     # Answers, inside
 
     @property
@@ -690,11 +706,23 @@ class LLM:
             raise Unsupported(f"{self.shape.family} is an encoder: it embeds text and generates none")
         return self._loop_engine
 
+    def _check_usable(self) -> None:
+        self._opened.check()
+        if self._closed:
+            raise BadInput(CLOSED)
+
+    def _chat_template(self) -> ChatTemplate:
+        self._check_usable()
+        if self.template is None:
+            raise Unsupported(
+                f"{self.name} has no chat template, so it has no notion of a conversation; "
+                "give it plain text instead (generate, or `ostinato run --raw`)"
+            )
+        return self.template
+
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            if not isinstance(prompt, Iterable):
-                raise BadInput(f"a prompt is text, or a list of token ids; not {type(prompt).__name__}")
-            return [_whole(token, index) for index, token in enumerate(prompt)]
+            return _ids(prompt, "a prompt is text, or a list of token ids")
         if not prompt:
             raise BadInput("the prompt is empty; give it some text")
         return self.tokenizer.encode(prompt)
@@ -720,6 +748,7 @@ class LLM:
         self, prompts: list[list[int]], sampling: Sampling | None, *, reuse: bool = False
     ) -> list[tuple[RequestSpec, Sampling]]:
         """Checked requests, and the sampling of each, with a seed of its own."""
+        self._check_usable()
         complete = [self._with_defaults(sampling) for _ in prompts]
         specs = [self._engine.check(*asked, resume=reuse, keep=True) for asked in zip(prompts, complete, strict=True)]
         return list(zip(specs, complete, strict=True))
@@ -775,6 +804,11 @@ def _spelled(activations: object) -> str:
     return "dense weights" if activations is None else f"--activations {activations}"
 
 
+def _check_path(path: object) -> None:
+    if not isinstance(path, str | PathLike):
+        raise BadInput(f"the path of a state is needed, not {type(path).__name__}")
+
+
 def check_call(call: str, sampling: object, words: Mapping[str, Any]) -> None:
     """Refuse options of a request outside a `Sampling`; `call` is how the call begins."""
     if words:
@@ -792,9 +826,28 @@ def check_chat(call: str, sampling: object, template_options: Mapping[str, Any])
     check_call(call, sampling, {word: value for word, value in template_options.items() if word in meant})
 
 
+def _check_template_words(template: ChatTemplate, words: Mapping[str, Any]) -> None:
+    """Refuse a word that the template does not read, with what it may have been meant for."""
+    tools = words.get("tools")
+    unread = words.keys() - template.reads(tools=bool(tools))
+    if "tools" in unread and tools:
+        raise Unsupported(
+            f"{template.name} does not render tools; the server's API gives them to any model: docs/structured.md"
+        )
+    for word in sorted(unread - {"tools"}):
+        if word in PYTHON_WORDS:
+            raise BadOption(f"unknown option {word!r}: {PYTHON_WORDS[word]}")
+        if word in LoadWords.__annotations__:
+            check_word(Sampling, word)
+        if near := get_close_matches(word, SAMPLING_NAMES, 1, cutoff=0.8):
+            raise BadOption(f"unknown option {word!r}; a request's options go into a Sampling: Sampling({near[0]}=...)")
+        known = sorted(template.reads(tools=bool(tools)) - {"messages", "bos_token", "eos_token"})
+        raise BadOption(f"{template.name} does not read {word!r}; it reads {', '.join(known) or 'no such option'}")
+
+
 def is_several(messages: Any) -> bool:
     """Whether these are conversations, and not the messages of one."""
-    return isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
+    return isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple | str)
 
 
 def is_one_prompt(prompt: Any) -> bool:
@@ -810,11 +863,22 @@ def is_one_prompt(prompt: Any) -> bool:
     return True
 
 
+def _is_one_text(texts: Any) -> bool:
+    return isinstance(texts, str) or (hasattr(texts, "__getitem__") and is_one_prompt(texts))
+
+
 def _listed(texts: Sequence[Any]) -> Sequence[Any]:
     """Refuse what is no list of texts; one text alone would be a list of its characters."""
     if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Sequence):
         raise BadInput(f"a list of texts is needed, not {type(texts).__name__}")
     return texts
+
+
+def _ids(ids: Any, wanted: str = "a list of token ids is needed") -> list[int]:
+    """Token ids of a list or an array, as a list."""
+    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
+        raise BadInput(f"{wanted}; not {type(ids).__name__}")
+    return [_whole(token, index) for index, token in enumerate(ids)]
 
 
 def _whole(token: Any, index: int) -> int:

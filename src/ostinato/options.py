@@ -36,6 +36,16 @@ DEFAULT_SLOTS = 8
 DEFAULT_QUEUE = 256
 
 OLD_NAMES = {"stop_ids": "stop_token_ids"}  # options by their names of earlier versions, still accepted
+# What else is tried in Python, in a call or in a record of options, and what there is instead.
+PYTHON_WORDS = {
+    "stream": "stream(prompt) and stream_chat(messages) answer piece by piece",
+    "response_format": "it is Sampling(schema=...) or Sampling(json_mode=True) in Python",
+    "sampling_params": "the options of a request are one Sampling, given after the prompt",
+    "reuse": "only LLM.stream and LLM.stream_chat continue from a loaded state",
+    "n": "a list with the same prompt gives several answers",
+    "verbose": "nothing is printed unless LLM(model, talk=print) asks for it",
+    "embedding": "LLM.embed needs no option; it works with every model",
+}
 _FP8_NAMES = ("fp8", "f8", "float8")
 
 
@@ -74,6 +84,8 @@ def check_word(kind: type[Any], word: str) -> None:
     known = [field.name for field in dataclasses.fields(kind)]
     if word in known:
         return
+    if word in PYTHON_WORDS:
+        raise BadOption(f"unknown option {word!r}: {PYTHON_WORDS[word]}")
     if word in OTHER_ENGINES:
         raise Unsupported(f"unknown option {word!r}: {OTHER_ENGINES[word]}")
     if word in SAMPLING_NAMES:
@@ -103,7 +115,11 @@ def with_known_words(kind: Options) -> Options:
             check_word(kind, word)
         made(self, *values, **words)
 
+    def refuse(_: Any, name: str, *__: object) -> None:  # that of a record with slots fails for a name it does not have
+        raise dataclasses.FrozenInstanceError(f"cannot assign to {name!r}; dataclasses.replace makes a changed copy")
+
     kind.__init__ = init  # type: ignore[misc]
+    kind.__setattr__ = kind.__delattr__ = refuse  # type: ignore[assignment]
     return kind
 
 
@@ -224,6 +240,8 @@ def load_options(load: LoadOptions | None, words: LoadWords) -> LoadOptions:
     """The options of a model, given as a record or one by one."""
     if load is None:
         return LoadOptions(**words)
+    if not isinstance(load, LoadOptions):
+        raise BadOption(f"load is {load!r}; it must be a LoadOptions, as in LLM(model, load=LoadOptions(context=4096))")
     if words:
         raise BadOption(f"load and {next(iter(words))} are both given; give all options in one of the two ways")
     return load
@@ -335,16 +353,16 @@ class Sampling:
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()  # one text alone is a sequence too; kept as tuples, these and `choice`
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
-    schema: Mapping[str, Any] | str | None = None  # kept as JSON text
+    schema: Mapping[str, Any] | str | type | None = None  # kept as JSON text
     json_mode: bool = False
     regex: str | None = None
-    choice: tuple[str, ...] | None = None
+    choice: Sequence[str] | None = None
     grammar: str | None = None
 
     def __post_init__(self) -> None:
@@ -373,7 +391,7 @@ class Sampling:
         return f"Sampling({', '.join(f'{name}={value!r}' for name, value in stated.items())})"
 
     @property
-    def stop_ids(self) -> tuple[int, ...]:
+    def stop_ids(self) -> Sequence[int]:
         """The old name of `stop_token_ids`."""
         warnings.warn("stop_ids is now called stop_token_ids", DeprecationWarning, stacklevel=2)
         return self.stop_token_ids

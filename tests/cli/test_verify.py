@@ -79,7 +79,7 @@ def test_a_device_that_is_not_here_exits_with_4(ostinato: RunCli, tiny: Path) ->
         pytest.skip("this machine has a GPU")
     ran = ostinato("verify", "--model", tiny, "--device", "cuda")
     assert ran.code == 4
-    assert "use --device cpu" in ran.err
+    assert "use the device cpu" in ran.err
 
 
 def test_a_file_that_is_no_model_is_refused(ostinato: RunCli, vocabulary: Path) -> None:

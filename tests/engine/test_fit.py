@@ -80,7 +80,7 @@ def test_a_context_asked_for_that_does_not_fit_is_refused_with_the_figures(
     long_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_free(monkeypatch, weights_and(long_model, 600))
-    with pytest.raises(ContextTooLarge, match=r"--context 600 needs .* at most 592 fit"):
+    with pytest.raises(ContextTooLarge, match=r"^context 600 needs .* at most 592 fit"):
         LLM(long_model, device="cpu", context=600)
 
 
@@ -100,7 +100,7 @@ def test_weights_that_do_not_fit_are_refused_with_a_way_out(tiny_gguf: Path, mon
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_that_is_not_there_is_a_matter_of_hardware(tiny_gguf: Path) -> None:
-    with pytest.raises(HardwareCannot, match="--device cpu"):
+    with pytest.raises(HardwareCannot, match="use the device cpu"):
         LLM(tiny_gguf, device="cuda")
 
 

@@ -58,7 +58,23 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
+class _Digest:
+    """A field that is given as a function and computed when it is first read."""
+
+    def __get__(self, completion: Completion | None, _: type | None = None) -> str:
+        if completion is None:
+            raise AttributeError("a digest is of one completion")
+        held = vars(completion)
+        if callable(held["digest"]):
+            held["digest"] = held["digest"]()
+        found: str = held["digest"]
+        return found
+
+    def __set__(self, completion: Completion, value: str | Callable[[], str]) -> None:
+        vars(completion)["digest"] = value
+
+
+@dataclass(frozen=True)
 class Completion:
     """An answer, and how it was made.
 
@@ -71,6 +87,8 @@ class Completion:
         timings: how long it took.
         seed: the seed that was used, also if none was given.
         cached_tokens: tokens of the prompt that were in memory already and not computed again.
+        digest: a hash of the model, the options that matter and the token ids: same digest, same computation. It is
+            computed when it is read, or when the completion is pickled or becomes a dictionary.
     """
 
     text: str
@@ -81,17 +99,16 @@ class Completion:
     timings: Timings
     seed: int
     cached_tokens: int
-    _digest: Callable[[], str] = field(repr=False, compare=False)
+    digest: _Digest = field(default=_Digest(), compare=False)
 
     def __repr__(self) -> str:
         shown = self.text if len(self.text) <= 60 else f"{self.text[:57]}..."
         counts = f"prompt_ids=<{len(self.prompt_ids)} ids>, token_ids=<{len(self.token_ids)} ids>"
         return f"Completion(text={shown!r}, finish_reason={self.finish_reason!r}, {counts})"
 
-    @property
-    def digest(self) -> str:
-        """A hash of the model, the options that matter and the token ids: same digest, same computation."""
-        return self._digest()
+    def __getstate__(self) -> dict[str, Any]:
+        """Plain data, as for pickle: the digest is computed."""
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,5 +223,5 @@ class Answer:
             ),
             seed=sampling.seed,
             cached_tokens=source.cached_tokens,
-            _digest=self._origin.digest(sampling, self._prompt, ids, source.spec.rope_set),
+            digest=self._origin.digest(sampling, self._prompt, ids, source.spec.rope_set),
         )

@@ -280,10 +280,10 @@ def choose_context(shape: Shape, settled: Settled, wanted: int | None, free: int
     most = bisect_right(range(shape.context + 1), free, key=needed) - 1
     if wanted is not None:
         if wanted > shape.context:
-            raise ContextTooLarge(f"--context {wanted}: this model was trained for {shape.context} positions at most")
+            raise ContextTooLarge(f"context {wanted}: this model was trained for {shape.context} positions at most")
         if wanted > most:
             raise ContextTooLarge(
-                f"--context {wanted} needs {gib(needed(wanted))} for keys and values as {kv_type}, and {device} "
+                f"context {wanted} needs {gib(needed(wanted))} for keys and values as {kv_type}, and {device} "
                 f"has {gib(free)} left; at most {most} fit"
             )
         return wanted

@@ -25,7 +25,7 @@ def choose_device(wanted: str) -> str:
     if reason is not None and wanted == "auto":
         return "cpu"
     if reason is not None:
-        raise HardwareCannot(f"device {wanted}: {reason}; use --device cpu")
+        raise HardwareCannot(f"device {wanted}: {reason}; use the device cpu")
     from ostinato.backends.cuda import gpu
 
     index = gpu.index_of("cuda" if wanted == "auto" else wanted)

@@ -21,7 +21,7 @@ class RequestQueue:
 
     def __init__(self, bound: int, n_slots: int, wake: Callable[[], None]) -> None:
         """`bound`: how many requests may wait, in addition to one per free slot. Work may always wait."""
-        self._bound, self._n_free_slots, self._wake = bound, n_slots, wake
+        self._bound, self._n_slots, self._n_free_slots, self._wake = bound, n_slots, n_slots, wake
         self._opened = OpenedHere()
         self._room = threading.Condition()
         self._waiting: deque[Request | Work] = deque()
@@ -41,8 +41,8 @@ class RequestQueue:
             while n and self._closed_error is None and self._n_requests >= self._bound + self._n_free_slots:
                 if not wait:
                     raise QueueFull(
-                        f"every slot is taken, and {self._n_requests} requests wait already, the most that may (the "
-                        "option `queue`); try again later"
+                        f"every slot is taken (slots: {self._n_slots}) and so is every place in the queue (queue: "
+                        f"{self._bound}); try again later"
                     )
                 self._room.wait()
             if self._closed_error is not None:

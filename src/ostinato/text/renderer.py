@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -98,6 +98,10 @@ class Template:
         self._max_characters = max_characters
         self._shows: dict[bool, bool] = {}
         self._why_not: dict[tuple[str, bool], str | None] = {}
+
+    def reads(self) -> str:
+        """The names of the variables that it reads."""
+        return " ".join(sorted(meta.find_undeclared_variables(environment().parse(self._source))))
 
     def render(self, variables: Mapping[str, Any]) -> str:
         self._check_roles(variables)
@@ -252,7 +256,8 @@ def main() -> None:
         name = request["template"]
         if name not in templates:
             templates[name] = Template(settings["sources"][name], settings["fixed"], settings["max_characters"])
-        return templates[name].render(request["variables"])
+        template = templates[name]
+        return template.reads() if request["variables"] is None else template.render(request["variables"])
 
     def send(reply: Mapping[str, Any]) -> None:
         replies.write(json.dumps(reply).encode() + b"\n")

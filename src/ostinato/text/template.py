@@ -63,6 +63,22 @@ class ChatTemplate:
         }
         self._lock = threading.Lock()
         self._child: _Child | None = None
+        self._reads: dict[str, frozenset[str]] = {}
+
+    def reads(self, *, tools: bool = False) -> frozenset[str]:
+        """The names of the variables that the template reads, or that its variant for tools does.
+
+        >>> template = ChatTemplate("{{ messages }}{% if enable_thinking %}...{% endif %}", bos_token="", eos_token="")
+        >>> sorted(template.reads())
+        ['enable_thinking', 'messages']
+        >>> template.close()
+        """
+        which = self._which(tools)
+        with self._lock:
+            if which not in self._reads:
+                request = json.dumps({"template": which, "variables": None}).encode()
+                self._reads[which] = frozenset(self._ask(request).split())
+            return self._reads[which]
 
     def render(
         self,
@@ -81,9 +97,8 @@ class ChatTemplate:
             "tools": tools,
             "documents": documents,
         }
-        which = "tools" if tools and self.tool_source is not None else "default"
         try:
-            request = json.dumps({"template": which, "variables": variables}).encode()
+            request = json.dumps({"template": self._which(bool(tools)), "variables": variables}).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise BadInput(f"messages, tools and template options must be plain JSON values: {error}") from error
         with self._lock:
@@ -93,6 +108,9 @@ class ChatTemplate:
         """End the rendering process; a later render would start another."""
         with self._lock:
             self._end_child()
+
+    def _which(self, tools: bool) -> str:
+        return "tools" if tools and self.tool_source is not None else "default"
 
     def _ask(self, request: bytes) -> str:
         if self._child is None or not self._child.usable():

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ostinato.cache.sequences import Ints
 from ostinato.errors import InvalidBatch
+from ostinato.options import with_known_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class SeqMasks:
     primary: Sequence[int] | None = None
 
 
+@with_known_words
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """Tokens of any sequences; None stands for a field that is absent and will be generated.

@@ -66,11 +66,13 @@ class Decoder:
 
     Args:
         model: the loaded weights.
-        n_ctx: positions of memory; with `unified`, shared by all sequences. The factors of longrope follow it: beyond
-            the original context, the long ones rotate every sequence.
+        n_ctx: positions of memory; with `unified`, shared by all sequences, and then it may exceed the context that the
+            model was trained for. It is rounded up to a multiple of 256, and so is each sequence's part without
+            `unified`. The factors of longrope follow it: beyond the original context, the long ones rotate every
+            sequence.
         n_batch: tokens that one call may have.
         n_ubatch: tokens of one forward.
-        n_seq_max: sequences.
+        n_seq_max: sequences; 0 is read as 1.
         unified: all sequences share one memory; else each has an equal part.
         n_outputs_max: rows that one call may ask for; 0 is as many as a batch has tokens.
         n_outputs_max_per_seq: the same for one sequence; 0 is no limit of its own.
@@ -80,7 +82,8 @@ class Decoder:
         pooling: one vector per sequence: `none`, `mean`, `cls`, `last` or `rank`.
 
     Raises:
-        BadOption: a setting is out of range.
+        BadOption: a setting is of a wrong type, or a name is unknown.
+        InvalidBatch: a size is out of range, or does not go with another.
     """
 
     def __init__(
@@ -101,6 +104,10 @@ class Decoder:
     ) -> None:
         if kv_type not in get_args(KVType):
             raise BadOption(f"kv_type is {kv_type!r}; known: {', '.join(get_args(KVType))}")
+        pooling_named(pooling)
+        for name, value in (("unified", unified), ("embeddings", embeddings)):
+            if not isinstance(value, bool):
+                raise BadOption(f"{name} is {value!r}; it must be True or False")
         causal = model.shape.causal
         self.settings: Settings = settle(
             n_ctx=n_ctx,
@@ -146,6 +153,8 @@ class Decoder:
     def decode(self, batch: Batch, *, abort: Callable[[], bool] = never) -> Decoded:
         """Decode a batch, or encode it where there is no memory. `abort` is called during the run; true stops it."""
         self._opened.check()
+        if not isinstance(batch, Batch):
+            raise InvalidBatch(f"a Batch is needed, not {type(batch).__name__}: Batch(token=[...])", reason="type")
         if self._running:
             raise InternalError("a decode was started inside another one of the same decoder")  # D-20
         self._running = True

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ostinato.cache.sequences import MAX_SEQ
 from ostinato.cache.window import CELL_STEP, round_up
-from ostinato.errors import InvalidBatch
+from ostinato.errors import BadOption, InvalidBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def settle(
 ) -> Settings:
     """Settings from what was asked for; 0 stands for "as many as make sense", where that has a meaning.
 
-    InvalidBatch where the sizes cannot go together.
+    BadOption where one is no whole number, InvalidBatch where one is out of range or they cannot go together.
     """
     asked = {
         "n_ctx": n_ctx,
@@ -86,6 +86,8 @@ def settle(
 
 def _check_counts(asked: dict[str, int]) -> None:
     for name, value in asked.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise BadOption(f"{name} is {value!r}; it must be a whole number")
         least = 1 if name in ("n_ctx", "n_batch") else 0
         if value < least:
             raise _refused(name, f"it is {value}, and must be at least {least}")
