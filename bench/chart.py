@@ -55,11 +55,11 @@ def gpu(name: str, line: int, model: str) -> Group:
 
 def cpu(task: str) -> Group:
     def series(engine: str) -> str:
-        return f"cpu-native.jsonl:1/series/{engine}+{task}/runs"
+        return f"cpu-native.jsonl:2/series/{engine}+{task}/runs"
 
     return Group(
         "SmolLM2-135M, Q4_1",
-        "cpu-native.jsonl:1/series/ostinato wide+read_tok_s/runs",
+        "cpu-native.jsonl:2/series/ostinato wide+read_tok_s/runs",
         (
             Figure("ostinato, int8", "ours", series("ostinato int8")),
             Figure("ostinato, wide", "light", series("ostinato wide")),
