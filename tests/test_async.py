@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -211,5 +212,25 @@ def test_what_is_wrong_is_told_as_by_the_synchronous_calls(unhurried: LLM, tiny_
                 await llm.generate([[5, 6], [5, 3000]], SHORT)
             with pytest.raises(BadInput, match="opened before"):
                 await llm.open()
+
+    run(work)
+
+
+def test_a_model_whose_opening_was_cancelled_is_closed_when_it_has_loaded(tiny_gguf: Path) -> None:
+    made: list[LLM] = []
+
+    def slowly() -> LLM:
+        time.sleep(0.2)
+        made.append(LLM(tiny_gguf, device="cpu"))
+        return made[0]
+
+    async def work() -> None:
+        one = AsyncLLM(tiny_gguf)
+        one._open_llm = slowly
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(one.open(), 0.05)
+        async with asyncio.timeout(SOON_S):
+            while not made or "closed" not in repr(made[0]):
+                await asyncio.sleep(0.01)
 
     run(work)

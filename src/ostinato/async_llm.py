@@ -76,7 +76,14 @@ class AsyncLLM:
         self._prompts = ThreadPoolExecutor(_PROMPT_THREADS, "ostinato-prompt")
         self._beside = ThreadPoolExecutor(_BESIDE_THREADS, "ostinato-beside")
         self._dispatcher = TokenDispatcher(self._loop)
-        self._llm = await self._in(self._prompts, self._open_llm)
+        opening = asyncio.ensure_future(self._in(self._prompts, self._open_llm))
+        try:
+            self._llm = await asyncio.shield(opening)
+        except BaseException:  # a cancelled caller leaves a model that still loads, and nobody else would close it
+            if not self._is_shared:
+                opening.add_done_callback(_close_llm)
+            self._end_threads()
+            raise
         return self
 
     async def close(self) -> None:
@@ -88,6 +95,9 @@ class AsyncLLM:
             request.cancel()
         if not self._is_shared:
             await self._in(self._beside, self._llm.close)
+        self._end_threads()
+
+    def _end_threads(self) -> None:
         for threads in (self._prompts, self._beside):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -298,6 +308,11 @@ class AsyncLLM:
     def _end(self, request: Request) -> None:
         request.cancel()
         self._running.discard(request)
+
+
+def _close_llm(opening: asyncio.Future[LLM]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 def _cancel_request(task: asyncio.Task[Request]) -> None:

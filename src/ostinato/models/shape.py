@@ -135,21 +135,21 @@ class Shape:
     @property
     def default_context(self) -> int:
         """As trained; with longrope the range in which its short factors, made for it, hold."""
-        return min(self.context, self.rope_border or self.context)
+        return min(self.context, self.short_rope_positions or self.context)
 
     @property
-    def rope_border(self) -> int | None:
+    def short_rope_positions(self) -> int | None:
         """Positions of the longest sequence that longrope's short factors rotate; None without longrope."""
         return min((r.original_context for r in self.ropes if r is not None and r.original_context), default=None)
 
     @property
     def n_rope_sets(self) -> int:
         """How many sets of divisors its ropes have: 2 with longrope."""
-        return 1 if self.rope_border is None else 2
+        return 1 if self.short_rope_positions is None else 2
 
     def rope_set(self, n_positions: int) -> int:
         """The set that rotates a sequence of so many positions: 0, or 1, longrope's long factors."""
-        return int(n_positions > (self.rope_border or n_positions))
+        return int(n_positions > (self.short_rope_positions or n_positions))
 
 
 def alike(family: str, rope: Rope | None, **sizes: Any) -> Shape:
