@@ -16,6 +16,7 @@ from torch import Tensor
 from ostinato.backends.base import PAGE_TOKENS, Settled
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.native.backend import why_not_blocks
+from ostinato.backends.torch.backend import model_of
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.table import Ops
@@ -72,13 +73,15 @@ def model_of_file(path: str, device: str, *, context: int = 2048) -> tuple[Model
     mode = "eager" if device == "cpu" else TAPE
     options = LoadOptions(device=device, mode=mode, context=min(context, shape.context))
     at = replace(choose(checkpoint, shape, options, lambda _: None), prompts="plain")
-    return load_model(checkpoint, shape, at), tokenizer_of(checkpoint)
+    return model_of(load_model(checkpoint, shape, at), at), tokenizer_of(checkpoint)
 
 
 def _made(name: str, type: str, device: torch.device) -> Model:
     with torch.inference_mode(False):
         if name in SHAPES:
-            return random_model(name, type, str(device))
+            made = random_model(name, type, str(device))
+            assert isinstance(made, Model)
+            return made
         kind: Any = RECURRENT.get(name)
         model = family_model(name) if kind is None else model_of_kind(kind)
         return moved(model, device, getattr(torch, DTYPES[type]))

@@ -28,7 +28,8 @@ from torch import Tensor
 from bench.note import as_json, command, versions
 from bench.replay import replayed_us
 from ostinato.backends.cuda.launch import Launches, TritonLaunch
-from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, laid_out, put
+from ostinato.backends.cuda.packed import Packed, laid_out, put
+from ostinato.backends.cuda.packed_types import PACKED_TYPES
 from ostinato.backends.torch.ops.matmul import (
     Epilogue,
     InputNorm,

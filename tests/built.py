@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 
 from ostinato.backends.base import Settled, WeightLayout
+from ostinato.backends.torch.backend import model_of
 from ostinato.backends.torch.model import Model
 from ostinato.engine.load import load_model
 from ostinato.files.checkpoint import Checkpoint
@@ -38,4 +39,4 @@ def build_model(
         prompts=prompts,
         threads=torch.get_num_threads(),
     )
-    return load_model(checkpoint, shape, settled)
+    return model_of(load_model(checkpoint, shape, settled), settled)

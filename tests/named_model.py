@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ostinato.backends.torch.backend import model_of
 from ostinato.backends.torch.model import Model
 from ostinato.lab.random_weights import DTYPES, RandomFile, settled_for
 from ostinato.models.family import Family
@@ -40,4 +41,5 @@ def random_model_of(
     """The same of any shape; the family is one that the shape names, unless given."""
     of_dtype = str(dtype).removeprefix("torch.")
     type = mix or next(type for type, name in DTYPES.items() if name == of_dtype)
-    return RandomFile(shape, type, seed, family).load(settled_for(shape, type, str(device), of_dtype, tiles))
+    settled = settled_for(shape, type, str(device), of_dtype, tiles)
+    return model_of(RandomFile(shape, type, seed, family).load(settled), settled)

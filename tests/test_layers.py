@@ -13,6 +13,7 @@ import ostinato
 PACKAGE = Path(ostinato.__file__).parent
 PACKAGES = (
     "errors",
+    "extras",
     "processes",
     "other_engines",
     "options",

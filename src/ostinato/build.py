@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ostinato.errors import HardwareCannot, InternalError
+from ostinato.extras import install_command
 from ostinato.files import store
 
 CXX_FLAGS: Final = ("-std=c++17", "-O2", "-Wall", "-Wextra")
@@ -171,7 +172,8 @@ def _nvrtc_version() -> str:
         _, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:  # the bindings, or the library that they open at the first call
         raise HardwareCannot(
-            f"kernels for NVIDIA GPUs are compiled by NVRTC, which is not installed ({error}); install ostinato[gpu]"
+            f"kernels for NVIDIA GPUs are compiled by NVRTC, which is not installed ({error}); type: "
+            f"{install_command('gpu')}"
         ) from error
     return f"nvrtc {major}.{minor}"
 

@@ -45,6 +45,7 @@ from ostinato.engine.saved import largest_state_bytes, load_sequence, save_seque
 from ostinato.engine.stats import SlotView, Stats
 from ostinato.engine.texts import TextLogprobs, logits_of, logprobs_of, vectors_of
 from ostinato.errors import BadFile, BadInput, BadOption, QueueFull, Unsupported, listing
+from ostinato.extras import check_extra
 from ostinato.files import store
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.files.unpack import Floats
@@ -176,9 +177,10 @@ class LLM:
         self.shape, self._model = shape, model
         self._encoder: TextEncoder | None = None
         if not shape.causal:
+            from ostinato.backends.torch.backend import model_of
             from ostinato.decoder.cells.text_encoder import TextEncoder
 
-            self._encoder = TextEncoder(model)
+            self._encoder = TextEncoder(model_of(model, settled))
         for sentence in () if self._loop_engine is None else self._loop_engine.runner.fallen_back:
             talk(sentence)
         self._recent: HeldSequence | None = None  # the last answer and its prompt, or a loaded state
@@ -609,6 +611,8 @@ class LLM:
         Args:
             settings: the parameters of `Decoder`; `n_ctx` and `kv_type` are this model's unless given.
         """
+        check_extra("torch", "LLM.decoder")
+        from ostinato.backends.torch.backend import model_of
         from ostinato.decoder.cells.decoder import Decoder
 
         self._check_usable()
@@ -617,7 +621,7 @@ class LLM:
             if word not in known:
                 raise BadOption(f"unknown setting {word!r} of a decoder; known: {listing(word, known)}")
         wanted = {"n_ctx": self.context, "kv_type": self._settled.kv_type, **settings}
-        return Decoder(self._model, **wanted)
+        return Decoder(model_of(self._model, self._settled), **wanted)
 
     def save_state(self, path: str | Path, note: Mapping[str, Any] | None = None) -> None:
         """Write the last answer, its prompt and its memory to a file, so that another process can continue.

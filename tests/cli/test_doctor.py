@@ -59,7 +59,7 @@ def test_it_says_whether_the_native_loop_can_run_and_why_not(ostinato: RunCli, m
 
 def modes_of(monkeypatch: pytest.MonkeyPatch, capability: str, driver_cuda: int | None) -> dict[str, str | None]:
     """What is said of each mode on a machine with such a card and driver, and all packages."""
-    monkeypatch.setattr(doctor, "missing_packages", tuple)
+    monkeypatch.setattr(doctor, "missing", lambda _: ())
     found = {
         "devices": [{"capability": capability, "multiprocessors": 132}],
         "driver_cuda": driver_cuda,
@@ -135,7 +135,7 @@ def test_no_chip_changes_how_products_are_cut_and_the_report_says_where_that_was
     """E-82: whatever card torch finds, a weight's tile is the same."""
     import torch
 
-    from ostinato.backends.cuda.packed import PACKED_TYPES
+    from ostinato.backends.cuda.packed_types import PACKED_TYPES
     from ostinato.backends.cuda.triton.matmul import bind_matmul
     from ostinato.backends.cuda.triton.tiles import tile_for
     from ostinato.files.quants import BLOCKS

@@ -12,7 +12,7 @@ import torch
 
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.engine import load
-from ostinato.engine.verify import Check
+from ostinato.engine.checks import Check
 from tests.cli.conftest import RunCli
 
 verify = import_module("ostinato.cli.verify")  # the room has the verb under this name

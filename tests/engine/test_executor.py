@@ -34,7 +34,8 @@ from ostinato.backends.base import ChunkPart
 from ostinato.backends.cuda.chunks import BUCKETS, FusedChunks
 from ostinato.backends.cuda.graph import CudaGraph
 from ostinato.backends.cuda.kernels import triton_kernels
-from ostinato.backends.cuda.packed import PACKED_TYPES, Packed
+from ostinato.backends.cuda.packed import Packed
+from ostinato.backends.cuda.packed_types import PACKED_TYPES
 from ostinato.backends.cuda.plan import Fusions
 from ostinato.backends.cuda.stamps import Stamps
 from ostinato.backends.cuda.start import CudaStart

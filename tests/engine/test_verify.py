@@ -19,6 +19,7 @@ from ostinato.backends.torch.kernels import Kernels, twin_kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.start import CpuEager, CpuLoop
+from ostinato.engine.checks import Found
 from ostinato.engine.choose import settle_model
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.open import open_runner
@@ -28,7 +29,6 @@ from ostinato.engine.verify import (
     same_checksums,
     tolerance_of,
 )
-from ostinato.engine.verify import _Found as Found
 from ostinato.errors import HardwareCannot
 from ostinato.loop.host import OutEntry
 from ostinato.loop.layout import Finish

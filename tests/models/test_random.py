@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ostinato.backends.cuda.packed import PACKED_TYPES, Packed
+from ostinato.backends.cuda.packed import Packed
+from ostinato.backends.cuda.packed_types import PACKED_TYPES
 from ostinato.backends.native.tiles import TileMatrix
 from ostinato.backends.torch.weight import dense_of
 from ostinato.decoder.batch.batch import Batch

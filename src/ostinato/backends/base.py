@@ -27,7 +27,7 @@ from ostinato.options import Activations, KVType, LoadOptions
 
 if TYPE_CHECKING:
     from ostinato.backends.runner import Runner
-    from ostinato.models.blocks import ModelBlocks
+    from ostinato.models.blocks import LoadedModel, ModelBlocks
     from ostinato.models.shape import Shape
     from ostinato.models.tensors import TensorTable
 
@@ -292,7 +292,7 @@ class Backend(Protocol):
 
     def load(
         self, blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None
-    ) -> ModelBlocks:
+    ) -> LoadedModel:
         """A model's blocks over their weights in this backend's layout; `progress` gets bytes read, and in all."""
 
     def open(self, model: ModelBlocks, settled: Settled, *, outbox_entries: int | None = None) -> Runner:

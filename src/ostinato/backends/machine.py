@@ -10,14 +10,12 @@ import os
 import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Literal
 
 from ostinato.backends.control_groups import memory_left
 
 DeviceKind = Literal["cpu", "cuda"]
-GPU_PACKAGES: Final = {"triton": "triton", "cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings"}  # and modules
 FREE_WHEN_NOT_TOLD: Final = 8 * 2**30
 PROGRAMS_PER_MULTIPROCESSOR: Final = 4  # of a step's attention; their number changes its speed and no bit
 TUNED_SHARED_BYTES: Final = 227 << 10  # what tiles of products may take of a block's shared memory
@@ -64,18 +62,6 @@ class Machine:
 
 def kind_of(device: str) -> DeviceKind:
     return "cuda" if device.startswith("cuda") else "cpu"
-
-
-def missing_packages() -> tuple[str, ...]:
-    """Those of the packages for a GPU that are not installed."""
-    return tuple(name for name, module in GPU_PACKAGES.items() if not _is_here(module))
-
-
-def _is_here(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it would be in
-        return False
 
 
 def package_version(package: str) -> str | None:

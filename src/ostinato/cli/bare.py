@@ -17,8 +17,8 @@ from ostinato.options import LoadOptions
 
 if TYPE_CHECKING:
     from ostinato.backends.base import Settled
-    from ostinato.backends.torch.model import Model
     from ostinato.files.checkpoint import Checkpoint
+    from ostinato.models.blocks import LoadedModel
     from ostinato.models.shape import Shape
 
 
@@ -30,7 +30,7 @@ class Bare:
     shape: Shape
     settled: Settled
 
-    def load(self, device: str | None = None, *, dense: bool = False) -> Model:
+    def load(self, device: str | None = None, *, dense: bool = False) -> LoadedModel:
         """The model with its weights, on its own device unless another is given; `dense`: no weight is packed, as in
         `eager` on a CPU."""
         from ostinato.engine.load import load_model

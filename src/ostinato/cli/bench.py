@@ -31,9 +31,9 @@ from ostinato.options import MODES, LoadOptions
 
 if TYPE_CHECKING:
     from ostinato.backends.base import Settled
-    from ostinato.backends.torch.model import Model
     from ostinato.files.checkpoint import Checkpoint
     from ostinato.lab.bench import Figure, Profile
+    from ostinato.models.blocks import LoadedModel
 
 MOST_BATCH: Final = 64
 ALL: Final = "all"
@@ -56,7 +56,7 @@ class BenchModel:
 
     name: str
     type: str
-    load: Callable[[bool], Model]  # dense, or as the highest mode has them
+    load: Callable[[bool], LoadedModel]  # dense, or as the highest mode has them
     weight_bytes: int  # of the latter
     settled: Settled  # for the highest mode
     why_not: Mapping[str, str | None]  # each mode and why it cannot run here
@@ -214,7 +214,7 @@ def _random(shape: str, type: str | None, options: LoadOptions) -> BenchModel:
         least = replace(how(dense), n_slots=1, context=1, n_pages=1, kv_type="bf16")
         return MemoryPlan(backend_of(least), sizes, file.tensors, least, machine.free_bytes)
 
-    def load(dense: bool) -> Model:
+    def load(dense: bool) -> LoadedModel:
         room(dense).check()  # before any of it is allocated
         detail(f"making {shape} as {called} on {settled.device}")
         return file.load(how(dense))
@@ -247,7 +247,7 @@ def _measure(
     # A CPU's eager comes first, with weights of its own.
     modes = _modes_here(wanted, source)
     dense = source.in_tiles and "eager" in modes
-    model: Model | None = source.load(dense)
+    model: LoadedModel | None = source.load(dense)
     assert model is not None
     why_not = {mode: why_not_profiled(mode, source.settled.kind) for mode in modes} if profile else {}
     profiled = _possible(why_not, "no profile of")

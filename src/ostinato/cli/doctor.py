@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from ostinato.backends.machine import (
-    GPU_PACKAGES,
     Chip,
     Machine,
     cpu_line,
@@ -23,7 +22,6 @@ from ostinato.backends.machine import (
     cuda_version,
     driver_cuda,
     free_host_bytes,
-    missing_packages,
     package_version,
 )
 from ostinato.backends.native.library import native_status
@@ -32,6 +30,7 @@ from ostinato.cli.output import write_columns, write_json
 from ostinato.engine.cores import allowed_processors, default_threads
 from ostinato.engine.machine import why_no_cuda
 from ostinato.errors import OstinatoError
+from ostinato.extras import PACKAGES, missing
 from ostinato.files import store
 from ostinato.files.fetch import megabytes
 from ostinato.options import LoadOptions
@@ -40,7 +39,7 @@ _CPU_FLAGS: Final = (
     *("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx_bf16", "amx_int8"),
     *("asimd", "asimddp", "i8mm", "bf16", "sve"),
 )
-_PACKAGES: Final = ("torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", *GPU_PACKAGES)
+_PACKAGES: Final = ("torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", *PACKAGES["gpu"][1:])
 
 
 @flags.verb
@@ -89,7 +88,7 @@ def _gpu_machine(cuda: dict[str, Any]) -> Machine:
     if cuda["devices"]:
         major, _, minor = cuda["devices"][0]["capability"].partition(".")
         chip = Chip((int(major), int(minor)), cuda["devices"][0]["multiprocessors"], 0)
-    return Machine("cuda:0", 0, 0, chip, cuda["driver_cuda"], missing_packages())
+    return Machine("cuda:0", 0, 0, chip, cuda["driver_cuda"], missing("gpu"))
 
 
 def _cuda() -> dict[str, Any]:

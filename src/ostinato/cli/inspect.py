@@ -111,7 +111,7 @@ def describe(checkpoint: Checkpoint, load: LoadOptions) -> dict[str, Any]:
 def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """Per type: the number of tensors and their bytes, how many of them a GPU multiplies in the file's type, how many
     are matrices, and the type of those in the tiles of the CPU's native loop."""
-    from ostinato.backends.cuda.load import stays_packed
+    from ostinato.backends.cuda.packed_types import stays_packed
     from ostinato.backends.native.tile_weights import is_matrix
     from ostinato.backends.native.tiles import nearest_type
 

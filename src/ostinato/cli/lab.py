@@ -22,9 +22,9 @@ from ostinato.lab.model import BODIES, Workload
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ostinato.backends.torch.model import Model
     from ostinato.lab.experiment import ExperimentRow
     from ostinato.lab.work import LabMachine
+    from ostinato.models.blocks import LoadedModel
 
 lab = Verbs(help="Measure launch overhead: kernels one by one, graphs, loops and persistent kernels.")
 
@@ -324,7 +324,7 @@ def _machine(device: str) -> LabMachine:
     return GpuMachine(chosen)
 
 
-def _model(machine: LabMachine, shape: str) -> Model:
+def _model(machine: LabMachine, shape: str) -> LoadedModel:
     from ostinato.engine.choose import LoadCase, prepared
     from ostinato.engine.machine import machine_at
     from ostinato.lab.random_weights import RandomFile, random_model
@@ -340,7 +340,7 @@ def _model(machine: LabMachine, shape: str) -> Model:
     return file.load(settled)
 
 
-def _decoded(model: Model, name: str, n_prompt: int, n_gen: int) -> Iterable[dict[str, Any]]:
+def _decoded(model: LoadedModel, name: str, n_prompt: int, n_gen: int) -> Iterable[dict[str, Any]]:
     from ostinato.backends.machine import kind_of
     from ostinato.engine.choose import modes_of, why_not_model
     from ostinato.lab.bench import Bench

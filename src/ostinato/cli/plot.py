@@ -8,16 +8,15 @@ from typing import Any
 
 from ostinato.cli.output import talk
 from ostinato.errors import BadInput
+from ostinato.extras import check_extra
 
 
 def figure_kind(plot: Path) -> Any:
     """matplotlib's `Figure`; refused if it is not installed, or if the picture could not be written."""
     if not plot.parent.is_dir():
         raise BadInput(f"--plot {plot}: there is no folder {plot.parent}")
-    try:
-        return importlib.import_module("matplotlib.figure").Figure
-    except ImportError as error:
-        raise BadInput(f"--plot needs matplotlib ({error}); install it with pip install 'ostinato[lab]'") from error
+    check_extra("lab", "--plot")
+    return importlib.import_module("matplotlib.figure").Figure
 
 
 def save(picture: Any, plot: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,6 +12,7 @@ from ostinato.cli import flags
 from ostinato.cli.flags import Flag
 from ostinato.cli.output import talk
 from ostinato.errors import BadInput
+from ostinato.extras import check_extra
 from ostinato.files.store import DEFAULT
 from ostinato.serve.settings import DEFAULT_HOST, DEFAULT_PORT, ServeOptions
 
@@ -51,7 +51,7 @@ def serve(
     """
     from ostinato.serve.supervisor import Supervisor
 
-    check_installed()
+    check_extra("serve", "the server")
     keys = (*(api_key or ()), *_keys_in(api_key_file))
     options = ServeOptions(
         model=model,
@@ -74,13 +74,6 @@ def serve(
         code = Supervisor(options, talk).run()
     if code:
         raise typer.Exit(code)
-
-
-def check_installed() -> None:
-    """If the extra `serve` is not installed, refuse and say what to install."""
-    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name)]
-    if missing:
-        raise BadInput(f"the server needs {', '.join(missing)}; install it with pip install 'ostinato[serve]'")
 
 
 def _keys_in(file: Path | None) -> list[str]:

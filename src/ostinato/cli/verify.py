@@ -15,11 +15,12 @@ from ostinato.cli.bare import opened_bare
 from ostinato.cli.flags import Flag
 from ostinato.cli.output import detail, write_columns, write_json, write_line
 from ostinato.errors import OstinatoError
+from ostinato.extras import why_missing
 from ostinato.files.store import DEFAULT
 from ostinato.options import MODES, LoadOptions
 
 if TYPE_CHECKING:
-    from ostinato.engine.verify import Check, VerifyReport
+    from ostinato.engine.checks import Check, VerifyReport
 
 
 @flags.verb
@@ -36,7 +37,8 @@ def verify(
     """Compare the modes that can run here, buffer by buffer, and the weights with the file.
 
     A few sequences go through every mode. Modes that share kernels must agree to the bit; one with arithmetic of its
-    own, such as the CPU's native loop, in its greedy tokens and within a tolerance.
+    own, such as the CPU's native loop, in its greedy tokens and within a tolerance. That loop must also agree to the
+    bit with its plainest code, with other numbers of threads and slots, and with prompts cut otherwise.
     """
     # Plain prompts: `eager`, which the others are compared with, reads nothing else.
     report, facts = _verified(model, replace(load, mode=mode, prompts="plain"))
@@ -50,22 +52,24 @@ def verify(
 
 def _verified(model: str, options: LoadOptions) -> tuple[VerifyReport, dict[str, Any]]:
     """Load the model as an engine would, and run every check."""
-    from ostinato.engine.verify import Verifier
+    from ostinato.engine.checks import VerifyReport
+    from ostinato.engine.verify_native import NativeVerifier
     from ostinato.text.of_checkpoint import tokenizer_of
 
     with opened_bare(model, options) as bare:
-        settled = bare.settled
-        verifier = Verifier(
-            bare.load(),
-            settled.kv_type,
-            tokenizer_of(bare.checkpoint).vocab_size,
-            activations=settled.activations,
-            threads=settled.threads,
-            modes=None if options.mode == "auto" else (options.mode,),
-        )
-        tiles = settled.weights == "tiles"
-        dense = (lambda: bare.load("cpu", dense=True)) if tiles else None
-        report = verifier.verify(lambda: bare.load("cpu"), detail, dense=dense)
+        settled, n_tokens, loaded = bare.settled, tokenizer_of(bare.checkpoint).vocab_size, bare.load()
+        report, tiles = VerifyReport((), {}), settled.weights == "tiles"
+        if tiles:
+            report += NativeVerifier(loaded, settled, n_tokens).verify(bare.load, detail)
+        if (no_torch := why_missing("torch", "the reference backend")) is not None:
+            report += VerifyReport((), {"eager": no_torch})
+        else:
+            from ostinato.engine.verify import Verifier
+
+            modes = None if options.mode == "auto" else (options.mode,)
+            verifier = Verifier(loaded, settled.kv_type, n_tokens, activations=settled.activations, modes=modes)
+            dense = (lambda: bare.load("cpu", dense=True)) if tiles else None
+            report += replace(verifier, threads=settled.threads).verify(lambda: bare.load("cpu"), detail, dense=dense)
     return report, {
         "model": model,
         "path": str(bare.checkpoint.path),

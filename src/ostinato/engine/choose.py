@@ -23,19 +23,20 @@ from ostinato.backends.cuda.backend import CUDA
 from ostinato.backends.machine import DeviceKind, Machine
 from ostinato.backends.native.backend import NATIVE
 from ostinato.backends.tape.backend import TAPE
-from ostinato.backends.torch.backend import TORCH, TWIN, use_threads
+from ostinato.backends.torch.backend import TORCH, TWIN
 from ostinato.cache.kv_bytes import check_kv_width, kv_bytes
 from ostinato.engine.cores import default_threads
 from ostinato.engine.machine import choose_device, machine_at
 from ostinato.engine.memory_plan import LEAST_CONTEXT, MemoryPlan
 from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
+from ostinato.extras import check_extra
 from ostinato.models.header import HeaderTensors, tensors_in, tensors_of
 from ostinato.models.registry import describe
 from ostinato.options import MODES, Activations, DType, KVType, LoadOptions, Talk
 
 if TYPE_CHECKING:
-    from ostinato.backends.torch.model import Model
     from ostinato.files.checkpoint import Checkpoint
+    from ostinato.models.blocks import LoadedModel
     from ostinato.models.shape import Shape
 
 BACKENDS: Final[tuple[Backend, ...]] = (TAPE, CUDA, NATIVE, TORCH)  # from the fastest to the plainest
@@ -158,7 +159,6 @@ def prepared(case: LoadCase, talk: Talk) -> Settled:
         except HardwareCannot as error:
             failed[settled.mode] = str(error)
             continue
-        use_threads(settled)
         if settled.kind == "cpu" and case.options.mode == case.options.dtype == "auto":
             for mode, _, why in (told.partition(": ") for told in settled.why_not):
                 if mode in NATIVE.modes:
@@ -176,6 +176,8 @@ def _only_tape(options: LoadOptions, machine: Machine) -> bool:
 def _check_options(options: LoadOptions, machine: Machine, reasons: dict[str, str]) -> None:
     """Refuse options for a backend that will not run. If its mode was asked for, the reason why that mode cannot run is
     reported instead."""
+    if options.dtype != "auto" and machine.kind == "cpu":
+        check_extra("torch", f"--dtype {options.dtype}")
     at_hand = [backend_for(mode, machine.kind) for mode in MODES if _may_run(mode, options, machine, reasons)]
     if options.activations != "wide" and not any(options.activations in one.activations for one in at_hand):
         raise BadOption(
@@ -326,7 +328,7 @@ def gib(n_bytes: int) -> str:
 
 
 def settle_model(
-    model: Model,
+    model: LoadedModel,
     mode: str = "auto",
     *,
     context: int,
@@ -365,7 +367,7 @@ def settle_model(
     )
 
 
-def why_not_model(model: Model, *, n_slots: int = 1, machine: Machine | None = None) -> dict[str, str | None]:
+def why_not_model(model: LoadedModel, *, n_slots: int = 1, machine: Machine | None = None) -> dict[str, str | None]:
     """Every mode from low to high, and why it cannot run a model whose weights are already in memory, however short the
     context; None where it can."""
     machine = machine or machine_at(str(model.device))
@@ -373,7 +375,7 @@ def why_not_model(model: Model, *, n_slots: int = 1, machine: Machine | None = N
     return why_not(LoadCase(model.shape, tensors_in(model), options, machine))
 
 
-def layout_of(model: Model) -> WeightLayout:
+def layout_of(model: LoadedModel) -> WeightLayout:
     """The layout of a model's weights."""
     from ostinato.backends.native.tiles import TileMatrix
 
@@ -382,7 +384,7 @@ def layout_of(model: Model) -> WeightLayout:
     return "dense" if {tensor.type for tensor in tensors_in(model).values()} <= DENSE else "packed"
 
 
-def _asked_dtype(model: Model, kind: DeviceKind) -> DType:
+def _asked_dtype(model: LoadedModel, kind: DeviceKind) -> DType:
     """The --dtype with which a user would have got these weights on this device."""
     if layout_of(model) == ("tiles" if kind == "cpu" else "packed"):
         return "auto"

@@ -26,8 +26,9 @@ DEADLINE_S: Final = 600.0  # for any single wait; a large model on a slow machin
 class LoopDriver:
     """Admits sequences and keeps what the loop sends, in order. Owns the loop: close it here."""
 
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
+    def __init__(self, runner: Runner, *, chunk_rows: int | None = None) -> None:
+        """`chunk_rows`: of a prompt that run at once; by default as many as the runner takes."""
+        self.runner, self._chunk_rows = runner, chunk_rows
         self.entries: list[OutEntry] = []
         self._generation = 0
         reserve = Reserve(runner.groups, runner.page_tokens, chunk_rows=runner.chunks.rows, share_prefixes=False)
@@ -74,7 +75,7 @@ class LoopDriver:
         self, slot: int, prompt: Sequence[int], pages: Sequence[int], *, start: int = 0, rope_set: int = 0
     ) -> None:
         """Compute positions from `start` on of a prompt into these pages of every layer, to the end."""
-        rows, tables = self.runner.chunks.rows_for(len(prompt)), self.tables(pages)
+        rows, tables = self._rows(len(prompt)), self.tables(pages)
         for first in range(start, len(prompt), rows):
             self._run_chunk(ChunkPart(list(prompt[first : first + rows]), first, tables, slot, rope_set=rope_set), rows)
 
@@ -91,12 +92,15 @@ class LoopDriver:
         if sequence is None:
             raise InternalError(f"{self._memory.reserve.n_pages} pages of keys and values do not hold these sequences")
         self._sequences.append(sequence)
-        rows = self.runner.chunks.rows_for(len(prompt))
+        rows = self._rows(len(prompt))
         while sequence.n_left:
             part = SequencePart(sequence, min(rows, sequence.n_left))
             self._run_chunk(self._memory.plan(part), rows)
             self._memory.apply(part)
         return self._memory.stage(sequence, n_positions)
+
+    def _rows(self, n_tokens: int) -> int:
+        return self._chunk_rows or self.runner.chunks.rows_for(n_tokens)
 
     def _run_chunk(self, part: ChunkPart, rows: int) -> None:
         def run() -> None:

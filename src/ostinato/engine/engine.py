@@ -31,7 +31,7 @@ from ostinato.loop.start import Helper
 from ostinato.options import DEFAULT_QUEUE, Sampling
 
 if TYPE_CHECKING:
-    from ostinato.backends.torch.model import Model
+    from ostinato.models.blocks import LoadedModel
 
 CLOSE_TIMEOUT_S: Final = 30.0
 
@@ -48,7 +48,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Model,
+        model: LoadedModel,
         settled: Settled,
         *,
         eog_ids: Sequence[int] | frozenset[int] = (),

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ostinato.backends.base import Settled
 from ostinato.backends.loading import Progress
-from ostinato.backends.torch.backend import model_of
 from ostinato.engine.choose import backend_of
 from ostinato.files.checkpoint import Checkpoint
-from ostinato.models.blocks import ModelBlocks
+from ostinato.models.blocks import LoadedModel, ModelBlocks
 from ostinato.models.registry import describe
 from ostinato.models.shape import Shape
 from ostinato.models.tensors import TensorTable
 
-if TYPE_CHECKING:
-    from ostinato.backends.torch.model import Model
 
-
-def load_model(checkpoint: Checkpoint, shape: Shape, settled: Settled, progress: Progress | None = None) -> Model:
+def load_model(checkpoint: Checkpoint, shape: Shape, settled: Settled, progress: Progress | None = None) -> LoadedModel:
     """The model with its weights in the settled layout."""
     return load_blocks(*describe(checkpoint, shape), settled, progress)
 
 
-def load_blocks(blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None) -> Model:
+def load_blocks(
+    blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None
+) -> LoadedModel:
     """The same of blocks over references to tensors of this table."""
-    return model_of(backend_of(settled).load(blocks, table, settled, progress), settled)
+    return backend_of(settled).load(blocks, table, settled, progress)

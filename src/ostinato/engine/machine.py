@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ostinato.backends.machine import Machine, driver_cuda, free_host_bytes, kind_of, missing_packages
+from ostinato.backends.machine import Machine, driver_cuda, free_host_bytes, kind_of
 from ostinato.errors import HardwareCannot
+from ostinato.extras import missing, why_missing
 
 
 def machine_at(device: str) -> Machine:
@@ -14,7 +15,7 @@ def machine_at(device: str) -> Machine:
     from ostinato.backends.cuda import gpu
 
     free, _ = gpu.memory_of(device)
-    return Machine(device, free, free_host_bytes(), gpu.chip_of(device), driver_cuda(), missing_packages())
+    return Machine(device, free, free_host_bytes(), gpu.chip_of(device), driver_cuda(), missing("gpu"))
 
 
 def choose_device(wanted: str) -> str:
@@ -36,6 +37,10 @@ def choose_device(wanted: str) -> str:
 
 def why_no_cuda() -> str | None:
     """Why no CUDA device can be used here; None where one can."""
+    if driver_cuda() is None:
+        return "there is no NVIDIA driver"  # known without torch, which takes seconds to load
+    if (why := why_missing("gpu", "an NVIDIA GPU")) is not None:
+        return why
     try:
         from ostinato.backends.cuda import gpu
     except ImportError as error:

@@ -10,10 +10,10 @@ from ostinato.errors import HardwareCannot
 if TYPE_CHECKING:
     from ostinato.backends.base import Settled
     from ostinato.backends.runner import Runner
-    from ostinato.backends.torch.model import Model
+    from ostinato.models.blocks import LoadedModel
 
 
-def open_runner(model: Model, settled: Settled, *, outbox_entries: int | None = None) -> Runner:
+def open_runner(model: LoadedModel, settled: Settled, *, outbox_entries: int | None = None) -> Runner:
     """Open a model as it was settled. If `auto` chose a mode that cannot be built, the mode below it is opened instead,
     and the reason is recorded (E-57)."""
     try:

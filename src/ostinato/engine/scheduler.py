@@ -84,7 +84,7 @@ class Scheduler:
         self._recurs = runner.model.shape.recurrent is not None
         self._memory = PagedSequences(self.reserve, recurs=self._recurs)
         self._flow = PagedFlow(self._memory, runner.chunks, runner.beside)
-        self._poll_s = POLL_S if runner.model.device.type == "cuda" else LONG_POLL_S
+        self._poll_s = POLL_S if runner.settled.kind == "cuda" else LONG_POLL_S
         self._slots: list[ActiveSequence | None] = [None] * options.n_slots
         self._by_id: dict[int, ActiveSequence] = {}
         self._prompts: deque[ActiveSequence] = deque()  # sequences with unfinished prompts; the first runs

@@ -9,40 +9,52 @@ difference of each check is a record with the names of its node and buffer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import chain, count, zip_longest
-from typing import Any, Final, Literal
+from dataclasses import dataclass, replace
+from itertools import count, zip_longest
+from typing import Any, Final
 
 import numpy as np
 
 from ostinato.backends.base import PAGE_TOKENS, Settled
+from ostinato.backends.compare import Difference
 from ostinato.backends.machine import kind_of
 from ostinato.backends.native.tiles import TileMatrix
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch import compare
-from ostinato.backends.torch.compare import Difference, RouteJudge, first_difference
+from ostinato.backends.torch.compare import RouteJudge, first_difference
 from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.decoder import Decoder
+from ostinato.engine.checks import (
+    N_SLOTS,
+    N_TOKENS,
+    TOLD,
+    Case,
+    Check,
+    Comparison,
+    Found,
+    VerifyReport,
+    cases_of,
+    survived,
+    timed,
+    unequal,
+    unequal_entries,
+)
 from ostinato.engine.choose import modes_of, settle_model, why_not_model
-from ostinato.engine.driver import GREEDY, LoopDriver
+from ostinato.engine.driver import LoopDriver
 from ostinato.engine.open import open_runner
-from ostinato.errors import EngineDead, HardwareCannot, InternalError
+from ostinato.errors import HardwareCannot, InternalError
 from ostinato.files.unpack import Floats
 from ostinato.loop.host import OutEntry
 from ostinato.loop.layout import Word
 from ostinato.loop.memory import memory_in
 from ostinato.loop.plan import Plan
-from ostinato.options import Activations, KVType, Sampling
-
-Comparison = Literal["bits", "tolerance"]
+from ostinato.models.blocks import LoadedModel
+from ostinato.options import Activations, KVType
 
 BASE: Final = "eager"  # the mode that the others are compared with
-N_SLOTS: Final = 5
-N_TOKENS: Final = 12  # of the longest answer
-TOLD: Final = 5  # most likely tokens that a comparison within a tolerance asks for
 # Allowed relative distance of logits from two orders of summation, by the model's dtype.
 TOLERANCE: Final = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 # The same between dense weights and tiles, wide or not, whose products round their activations.
@@ -55,75 +67,23 @@ _WORDS: Final = (Word.STEPS, Word.LIVE, Word.GO, Word.WHY, Word.ENDS, Word.INBOX
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """One comparison: what was compared with what, how, and the result. `figures` are the distances measured."""
-
-    name: str
-    against: str
-    comparison: Comparison
-    n_compared: int
-    seconds: float
-    difference: Difference | None
-    figures: Mapping[str, float]
-
-    @property
-    def passed(self) -> bool:
-        return self.difference is None
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """All checks, and the modes that cannot run here, with the reasons."""
-
-    checks: tuple[Check, ...]
-    not_run: Mapping[str, str]
-
-    @property
-    def passed(self) -> bool:
-        return all(check.passed for check in self.checks)
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The result of a comparison, before it becomes a check."""
-
-    n_compared: int
-    difference: Difference | None = None
-    figures: Mapping[str, float] = field(default_factory=dict)
-
-    def check(self, name: str, against: str, comparison: Comparison, started: float) -> Check:
-        seconds = time.perf_counter() - started
-        return Check(name, against, comparison, self.n_compared, seconds, self.difference, self.figures)
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A sequence to run, and its slot."""
-
-    slot: int
-    prompt: Sequence[int]
-    most: int
-    sampling: Sampling
-
-
-@dataclass(frozen=True, slots=True)
 class Verifier:
     """One model and how its loops are opened. `open` opens a loop; a test may pass one that opens a broken loop."""
 
-    model: Model
+    model: LoadedModel
     kv_type: KVType
     n_tokens: int  # ids that the tokenizer knows
-    open: Callable[[Model, Settled], Runner] = open_runner
+    open: Callable[[LoadedModel, Settled], Runner] = open_runner
     activations: Activations = "wide"  # for weights in tiles
     threads: int | None = None  # of the native loop
     modes: tuple[str, ...] | None = None  # compared with `eager`; None: every mode that can run
 
     def verify(
         self,
-        again: Callable[[], Model] | None,
+        again: Callable[[], LoadedModel] | None,
         tell: Callable[[str], None] = lambda _: None,
         *,
-        dense: Callable[[], Model] | None = None,
+        dense: Callable[[], LoadedModel] | None = None,
     ) -> VerifyReport:
         """Run every check that is possible here. `again` loads the same model once more, on the CPU, from its source;
         `dense` loads it with plain weights for the twins, where the first is packed."""
@@ -140,22 +100,23 @@ class Verifier:
             tell("making the model once more, on the CPU")
             fresh = again()
             checks.append(
-                _timed("weights", "the file", "bits", lambda: _Found(*compare.compare_weights(self.model, fresh)))
+                timed("weights", "the file", "bits", lambda: Found(*compare.compare_weights(self.model, fresh)))
             )
             tell("one token through the twins")
             plain = fresh if dense is None else dense()
-            checks.append(_timed(BASE, "the twins", "tolerance", lambda: self.near_twins(plain)))
+            assert isinstance(plain, Model)
+            checks.append(timed(BASE, "the twins", "tolerance", lambda: self.near_twins(plain)))
             del fresh, plain
         before = compare.checksums(self.model)
         for mode in modes:
             tell(f"{mode} beside {BASE}")
             checks.append(self.compare(mode))
-        checks.append(_timed("weights", "before the runs", "bits", lambda: same_checksums(self.model, before)))
+        checks.append(timed("weights", "before the runs", "bits", lambda: same_checksums(self.model, before)))
         return VerifyReport(tuple(checks), {mode: reason for mode, reason in reasons.items() if reason is not None})
 
     # One token against the twins (E-28)
 
-    def near_twins(self, fresh: Model) -> _Found:
+    def near_twins(self, fresh: Model) -> Found:
         """The first step of `eager` against the decoder's own flow over another copy of the weights.
 
         Where kernels chose experts, the twins use the same experts, and check that their own scores allow them.
@@ -189,11 +150,11 @@ class Verifier:
         if judge is not None:
             figures |= judge.figures
             if judge.difference is not None:
-                return _Found(2, judge.difference, figures)
+                return Found(2, judge.difference, figures)
         if not apart <= 10 * tolerance:  # log-probabilities are of the order of 10
             wanted = f"within {10 * tolerance:g} of the twins'"
-            return _Found(2, Difference("prefill", "logprob", (first.token,), wanted, f"{apart:.3g} off"), figures)
-        return _Found(2, _too_far(figures, tolerance, "head"), figures)
+            return Found(2, Difference("prefill", "logprob", (first.token,), wanted, f"{apart:.3g} off"), figures)
+        return Found(2, _too_far(figures, tolerance, "head"), figures)
 
     # Mode against mode
 
@@ -202,21 +163,21 @@ class Verifier:
         started = time.perf_counter()
         with self._both(mode) as (base, other):
             comparison = other.runner.start.comparison
-            found = _survived(lambda: self._beside(base, other, comparison))
+            found = survived(lambda: self._beside(base, other, comparison))
         if comparison == "bits" and found.n_compared and found.difference is not None and found.difference.step is None:
             found = self._earliest(mode, found)
         return found.check(mode, BASE, comparison, started)
 
-    def _beside(self, base: LoopDriver, other: LoopDriver, comparison: Comparison) -> _Found:
+    def _beside(self, base: LoopDriver, other: LoopDriver, comparison: Comparison) -> Found:
         if comparison == "tolerance":
             return self._near(base, other)
         stale = _other_plan(base.runner.plan, other.runner.plan)
         if stale is not None:
-            return _Found(0, stale)
+            return Found(0, stale)
         same = self._same_at_end if other.runner.start.device_paced else self._same_at_every_step
         return same(base, other)
 
-    def _same_at_every_step(self, base: LoopDriver, other: LoopDriver) -> _Found:
+    def _same_at_every_step(self, base: LoopDriver, other: LoopDriver) -> Found:
         """Equal to the bit, after each step of both."""
         for driver in (base, other):
             self._admit(driver)
@@ -230,7 +191,7 @@ class Verifier:
                 break
         return replace(found, n_compared=n_compared)
 
-    def _same_at_end(self, base: LoopDriver, other: LoopDriver, n_steps: int = N_TOKENS) -> _Found:
+    def _same_at_end(self, base: LoopDriver, other: LoopDriver, n_steps: int = N_TOKENS) -> Found:
         """Equal to the bit after the device has run at most this many steps by itself."""
         for driver in (base, other):
             self._admit(driver, most=n_steps + 1)
@@ -239,7 +200,7 @@ class Verifier:
             pass
         return compare_state(base, other, None)
 
-    def _earliest(self, mode: str, found: _Found) -> _Found:
+    def _earliest(self, mode: str, found: Found) -> Found:
         """The difference in the shortest run that has one: after the first difference everything else differs too."""
         for n_steps in range(1, N_TOKENS):
             with self._both(mode) as (base, other):
@@ -253,7 +214,7 @@ class Verifier:
         with closing(self._opened(BASE)) as base, closing(self._opened(mode)) as other:
             yield base, other
 
-    def _near(self, base: LoopDriver, other: LoopDriver) -> _Found:
+    def _near(self, base: LoopDriver, other: LoopDriver) -> Found:
         """Equal greedy tokens, and logits of the last step that are near enough.
 
         Where two tokens are equally likely within the tolerance, either may be chosen: the answer is compared up to
@@ -272,47 +233,28 @@ class Verifier:
                     continue
                 if not _tied(one, two, tolerance):
                     place = (one.slot, one.position)
-                    return _Found(n_compared, Difference("sample", "token", place, str(one.token), str(two.token)))
+                    return Found(n_compared, Difference("sample", "token", place, str(one.token), str(two.token)))
                 ties += 1
                 break
             else:
                 if len(expected) != len(found):
-                    return _Found(1, Difference("sample", "tokens", (), str(len(expected)), str(len(found))))
+                    return Found(1, Difference("sample", "tokens", (), str(len(expected)), str(len(found))))
         figures = {"ties": float(ties), "tolerance": tolerance}
         if ties:
-            return _Found(n_compared, None, figures)
+            return Found(n_compared, None, figures)
         wanted, row = (compare.host_row(_buffer(driver.runner, "logits")) for driver in (base, other))
         figures |= _nearness(row, wanted)
-        return _Found(1 + n_compared, _too_far(figures, tolerance, "head"), figures)
+        return Found(1 + n_compared, _too_far(figures, tolerance, "head"), figures)
 
     # The sequences
 
     def cases(self) -> list[Case]:
-        """Short and long, greedy and sampled, penalised; two cross a page while they decode, and they end one by one.
-
-        A slot in the middle stays free, so that row numbers differ from slot numbers.
-        """
-        page, limit = PAGE_TOKENS[self.model.device.type], self.model.shape.context
-        warm = replace(GREEDY, temperature=0.8, top_k=40, top_p=0.95, seed=7)
-        strict = replace(warm, repetition_penalty=1.2, presence_penalty=0.1, frequency_penalty=0.1, logprobs=3, seed=8)
-        wanted = [
-            (0, 5, N_TOKENS, GREEDY),
-            (1, page - 3, 10, warm),
-            (3, 2 * page - 2, 8, GREEDY),
-            (4, 1, 6, strict),
-        ]
-        cases = []
-        for slot, length, most, sampling in wanted:
-            most = max(1, min(most, limit - 1))
-            length = max(1, min(length, limit - most))
-            prompt = [(7919 * (i + 1) + 31 * slot) % self.n_tokens for i in range(length)]
-            cases.append(Case(slot, prompt, most, sampling))
-        return cases
+        return cases_of(self.model.shape, self.n_tokens, PAGE_TOKENS[kind_of(str(self.model.device))])
 
     def _opened(self, mode: str) -> LoopDriver:
         cases = self.cases()
         longest = max(len(case.prompt) + case.most for case in cases)
-        page = PAGE_TOKENS[self.model.device.type]
+        page = PAGE_TOKENS[kind_of(str(self.model.device))]
         n_pages = sum(-(-(len(case.prompt) + case.most) // page) for case in cases)
         settled = settle_model(
             self.model,
@@ -347,7 +289,7 @@ class Verifier:
             on_admitted()
 
 
-def tolerance_of(model: Model) -> float:
+def tolerance_of(model: LoadedModel) -> float:
     """How far logits may be apart, by the precision to which products round their input rows. With packed weights a
     GPU rounds them to bfloat16; with tiles the CPU rounds them to about 15 bits, or to 8."""
     if isinstance(model.embedding, TileMatrix):
@@ -364,26 +306,26 @@ def _tied(one: OutEntry, two: OutEntry, tolerance: float) -> bool:
     return max(told.values()) - told[two.token] <= 10 * tolerance  # log-probabilities are of the order of 10
 
 
-def same_checksums(model: Model, before: Mapping[str, int]) -> _Found:
+def same_checksums(model: LoadedModel, before: Mapping[str, int]) -> Found:
     """Check that the weights have not changed since `before`."""
     for name, now in compare.checksums(model).items():
         if now != before[name]:
-            return _Found(len(before), Difference("a step", name, (), "as it was loaded", "changed"))
-    return _Found(len(before))
+            return Found(len(before), Difference("a step", name, (), "as it was loaded", "changed"))
+    return Found(len(before))
 
 
 # State
 
 
-def compare_state(base: LoopDriver, other: LoopDriver, step: int | None) -> _Found:
+def compare_state(base: LoopDriver, other: LoopDriver, step: int | None) -> Found:
     """Compare what the nodes wrote, in the order of the plan; then table, control words and outbox entries."""
     n = 0
     for n, (node, name, expected, found) in enumerate(_pairs(base.runner, other.runner), start=1):
         difference = first_difference(node, name, expected, found)
         if difference is not None:
-            return _Found(n, replace(difference, step=step))
-    difference = _compare_words(base, other) or _compare_entries(base.entries, other.entries)
-    return _Found(n + 2, None if difference is None else replace(difference, step=step))
+            return Found(n, replace(difference, step=step))
+    difference = _compare_words(base, other) or unequal_entries(base.entries, other.entries)
+    return Found(n + 2, None if difference is None else replace(difference, step=step))
 
 
 def _pairs(base: Runner, other: Runner) -> Iterator[tuple[str, str, Any, Any]]:
@@ -413,31 +355,13 @@ def _buffer(runner: Runner, name: str) -> Any:
 def _compare_words(base: LoopDriver, other: LoopDriver) -> Difference | None:
     one, two = base.runner.host, other.runner.host
     words = ((f"words.{word.name.lower()}", (), one.word(word), two.word(word)) for word in _WORDS)
-    return _unequal("step boundary", words)
-
-
-def _compare_entries(expected: Sequence[OutEntry], found: Sequence[OutEntry]) -> Difference | None:
-    """Compare outbox entries, except for their times."""
-    values = (
-        (f"outbox.{name}", (number,), getattr(one, name), getattr(two, name))
-        for number, (one, two) in enumerate(zip(expected, found, strict=False))
-        for name in OutEntry._fields
-        if name != "time_ns"
-    )
-    lengths = ("outbox", (), f"{len(expected)} entries", f"{len(found)} entries")
-    return _unequal("step boundary", chain(values, [lengths]))
+    return unequal("step boundary", words)
 
 
 def _other_plan(base: Plan, other: Plan) -> Difference | None:
     """The first line in which two plans differ."""
     lines = zip_longest(base.text.splitlines(), other.text.splitlines(), fillvalue="nothing")
-    return _unequal("plan", (("line", (number,), *pair) for number, pair in enumerate(lines)))
-
-
-def _unequal(node: str, pairs: Iterable[tuple[str, tuple[int, ...], object, object]]) -> Difference | None:
-    """The first of (name, place, expected, found) in which expected and found differ."""
-    differences = (Difference(node, name, at, str(one), str(two)) for name, at, one, two in pairs if one != two)
-    return next(differences, None)
+    return unequal("plan", (("line", (number,), *pair) for number, pair in enumerate(lines)))
 
 
 # Tolerance
@@ -475,16 +399,3 @@ def _too_far(figures: Mapping[str, float], tolerance: float, node: str) -> Diffe
         return None
     wanted = f"cosine at least {LEAST_COSINE} and relative error at most {tolerance:g}"
     return Difference(node, "logits", (), wanted, f"cosine {cosine:.6f}, relative error {relative:.3g}")
-
-
-def _timed(name: str, against: str, comparison: Comparison, run: Callable[[], _Found]) -> Check:
-    started = time.perf_counter()
-    return _survived(run).check(name, against, comparison, started)
-
-
-def _survived(run: Callable[[], _Found]) -> _Found:
-    """Run a comparison; a loop that dies in it counts as a difference."""
-    try:
-        return run()
-    except EngineDead as error:
-        return _Found(0, Difference("a step", "loop", (), "alive until its end", f"dead ({error})"))

@@ -35,7 +35,7 @@ from ostinato.models.shape import Shape
 from ostinato.options import Activations, KVType
 
 if TYPE_CHECKING:
-    from ostinato.backends.torch.model import Model
+    from ostinato.models.blocks import LoadedModel
 
 # Far more than any cache holds, little enough for a laptop.
 READ_BYTES: Final = {"cpu": 256 << 20, "cuda": 4 << 30}
@@ -155,7 +155,7 @@ def kv_read_bytes(shape: Shape, kv_type: KVType, position: int) -> int:
 class Bench:
     """One model to be measured, and how."""
 
-    model: Model
+    model: LoadedModel
     kv_type: KVType
     bandwidth: float = math.nan  # for the limits beside figures
     repeats: int = 5

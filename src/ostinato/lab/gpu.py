@@ -23,6 +23,7 @@ from ostinato.backends.machine import cuda_version, driver_cuda
 from ostinato.build import cubin
 from ostinato.engine.machine import machine_at
 from ostinato.errors import BadOption, EngineDead, HardwareCannot, InternalError
+from ostinato.extras import check_extra
 from ostinato.lab.gpu_time import timing_event
 from ostinato.lab.model import BODIES, StartCost, Workload
 from ostinato.lab.programs import host_library, source
@@ -61,10 +62,8 @@ class GpuMachine:
     sizes: tuple[str, ...] = ("n", "steps", "kernels", "blocks", "threads")
 
     def __init__(self, name: str) -> None:
-        try:
-            from cuda.core import Device, ObjectCode, Stream
-        except ImportError as error:
-            raise HardwareCannot(f"the laboratory on a GPU needs cuda-core ({error}); install ostinato[gpu]") from error
+        check_extra("gpu", "the laboratory on a GPU")
+        from cuda.core import Device, ObjectCode, Stream
 
         self._device = device = torch.device(name)
         torch.cuda.set_device(device)

@@ -36,7 +36,7 @@ from ostinato.models.shape import Shape
 from ostinato.models.tensors import ExpertMatrices, Matrices, TensorTable
 
 if TYPE_CHECKING:
-    from ostinato.backends.torch.model import Model
+    from ostinato.models.blocks import LoadedModel
     from ostinato.options import Activations
 
 # What weights can be made as, by the words of the command line: plain numbers, or packed as a file of that type.
@@ -178,7 +178,7 @@ class RandomFile(Checkpoint):
     def _open(self) -> None:
         """There are no files to map."""
 
-    def load(self, settled: Settled) -> Model:
+    def load(self, settled: Settled) -> LoadedModel:
         """The model with its weights in the settled layout."""
         table = TensorTable(self, {name: name for name in self.tensors})
         try:
@@ -238,7 +238,7 @@ class _Made:
 
 def random_model(
     name: str, type: str, device: str, dtype: str | None = None, *, seed: int = 0, tiles: Activations | None = None
-) -> Model:
+) -> LoadedModel:
     """A model of a named shape on `device`: its weights in `dtype`, by default the type's own, and packed where the
     type is; in the tiles of the CPU's native loop, where `tiles` says what they are multiplied with."""
     file = RandomFile(named_shape(name), type, seed)

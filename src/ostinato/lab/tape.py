@@ -18,11 +18,11 @@ from typing import Final
 from ostinato.backends.base import PAGE_TOKENS
 from ostinato.backends.tape.plan import CLOCKED_A_LAYER
 from ostinato.backends.tape.start import TapeLoop
-from ostinato.backends.torch.model import Model
 from ostinato.engine.choose import settle_model, why_not_model
 from ostinato.engine.driver import LoopDriver
 from ostinato.engine.open import open_runner
 from ostinato.errors import HardwareCannot, InternalError
+from ostinato.models.blocks import LoadedModel
 from ostinato.options import KVType
 
 OF_A_LAYER: Final = ("norm, q k v", "attention", "output", "norm, gate and up", "down")
@@ -128,7 +128,7 @@ def timeline(found: Sequence[PhaseSpan], title: str) -> str:
     )
 
 
-def recorded(model: Model, *, n_prompt: int, n_gen: int, kv_type: KVType) -> list[list[int]]:
+def recorded(model: LoadedModel, *, n_prompt: int, n_gen: int, kv_type: KVType) -> list[list[int]]:
     """Decode on the tape, and read each block's marks of the last step; HardwareCannot where it cannot run."""
     reason = why_not_model(model)["persistent"]
     if reason is not None:

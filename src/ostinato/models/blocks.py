@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Activation, ExpertShape, Mamba2Shape, MambaShape, Shape
@@ -206,6 +206,19 @@ class ModelBlocks(Block):
     ranking: RankingHead | None = None
     spare: frozenset[str] = frozenset()  # tensors that a file may have besides: read elsewhere, or of no use here
     frequencies: Mapping[Rope, Leaf] = field(default_factory=dict)  # [rope sets, width / 2], once a backend has them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel(ModelBlocks):
+    """Blocks whose leaves are weights: arrays, tensors, or matrices in the layout of a backend."""
+
+    dtype: Any  # of rows between layers, as the backend names it
+    device: Any
+
+    @classmethod
+    def over(cls, blocks: ModelBlocks, **more: Any) -> Self:
+        """The model over loaded blocks."""
+        return cls(**{field.name: getattr(blocks, field.name) for field in fields(ModelBlocks)} | more)
 
 
 B = TypeVar("B", bound=Block)

@@ -3,14 +3,17 @@
 Every scaling scheme (linear, llama3, yarn, longrope, a tensor of factors) comes down to one divisor per
 frequency and one amplitude, so that is all `Rope` keeps. Which two elements of a head make a pair is how a file stored
 its query and key rows: `halves` pairs element i with i + width/2, `neighbours` pairs 2i with 2i + 1; the two are the
-same model with rows permuted. A backend computes the angles and rotates (`backends/torch/ops/rope.py`).
+same model with rows permuted. A backend computes the angles from `frequencies_of` and rotates.
 """
 
 import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from ostinato.errors import BadFile, Unsupported
+from ostinato.files.unpack import Floats
 from ostinato.models.fields import Fields
 
 Pairing = Literal["halves", "neighbours"]
@@ -29,6 +32,18 @@ class Rope:
     # longrope keeps two sets of divisors: `divisors` for sequences up to original_context, these for longer ones
     long_divisors: tuple[float, ...] | None = None
     original_context: int | None = None
+
+
+def frequencies_of(rope: Rope, n_sets: int = 1) -> Floats:
+    """The angle each pair is rotated by per position, float32 [n_sets, width / 2] (`Shape.rope_set`).
+
+    The power is taken in double and rounded once: a float's power differs by a bit from library to library, and every
+    backend must rotate by the same angles.
+    """
+    powers = np.arange(0, rope.width, 2).astype(np.float32) / np.float32(rope.width)
+    plain = np.float32(1) / np.power(np.float64(rope.base), powers.astype(np.float64)).astype(np.float32)
+    sets = (rope.divisors, rope.long_divisors or rope.divisors)
+    return np.stack([plain if each is None else plain / np.array(each, np.float32) for each in sets[:n_sets]])
 
 
 def linear(width: int, factor: float) -> tuple[float, ...]:

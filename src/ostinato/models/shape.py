@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from ostinato.errors import BadFile, Unsupported
+from ostinato.files.unpack import Floats
 from ostinato.models import rope as ropes
 from ostinato.models.fields import Description, Fields
 from ostinato.models.rope import Pairing, Rope
@@ -146,6 +147,11 @@ class Shape:
     def n_rope_sets(self) -> int:
         """How many sets of divisors its ropes have: 2 with longrope."""
         return 1 if self.short_rope_positions is None else 2
+
+    def frequencies(self) -> dict[Rope, Floats]:
+        """Of each of its ropes, float32 [rope sets, width / 2]."""
+        kinds = [rope for rope in dict.fromkeys(self.ropes) if rope is not None]
+        return {rope: ropes.frequencies_of(rope, self.n_rope_sets) for rope in kinds}
 
     def rope_set(self, n_positions: int) -> int:
         """The set that rotates a sequence of so many positions: 0, or 1, longrope's long factors."""

@@ -5,7 +5,6 @@ Every wait has a deadline: for an address that does not answer, for a cluster wh
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import socket
@@ -20,6 +19,7 @@ from typing import Any, Final, cast
 
 from ostinato import errors
 from ostinato.errors import BadInput, EngineDead, FetchFailed, HardwareCannot, OstinatoError
+from ostinato.extras import check_extra
 from ostinato.processes import python_command
 from ostinato.scale.settings import Routing, ScaleOptions
 from ostinato.serve.settings import ServeOptions
@@ -37,12 +37,6 @@ _SETTINGS: Final = {
 }
 
 NodeResources = Mapping[str, float]  # the resources of a machine: CPU, GPU
-
-
-def check_ray() -> None:
-    """If Ray is not installed, refuse and say what to install."""
-    if importlib.util.find_spec("ray") is None:
-        raise BadInput("replicas need Ray, which is not installed; install it with pip install 'ostinato[scale]'")
 
 
 def check_address(address: str) -> None:
@@ -87,7 +81,7 @@ def joined(address: str | None, *, quiet: bool = False) -> Iterator[Any]:
 
     Ray has its processes import from the folder in which it was started: they get an empty one.
     """
-    check_ray()
+    check_extra("scale", "more than one replica")
     if address is not None:
         check_address(address)
     for name, value in _SETTINGS.items():

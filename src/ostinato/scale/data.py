@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from ostinato.errors import HardwareCannot, OstinatoError
+from ostinato.extras import check_extra
 from ostinato.files.store import resolve
 from ostinato.llm import LLM
 from ostinato.options import Talk
 from ostinato.scale.batch import OnProgress, Tally, asked, at_once
 from ostinato.scale.batch_file import BatchRequest, InvalidLine, Requests, Results, result_of, result_of_invalid
-from ostinato.scale.cluster import START_S, check_ray, error_elsewhere, free_nodes, joined, placed, with_whole_path
+from ostinato.scale.cluster import START_S, error_elsewhere, free_nodes, joined, placed, with_whole_path
 from ostinato.scale.local import LocalServer
 from ostinato.serve.settings import ServeOptions
 
@@ -33,7 +34,7 @@ def run_on_ray(
     talk: Talk = lambda _: None,
 ) -> Tally:
     """Answer every line that has no result yet, on so many engines."""
-    check_ray()
+    check_extra("scale", "a batch on several machines")
     if address is None:
         resolve(options.model, talk=talk)  # before anything starts: refuse an unknown name, or download
     tally = Tally(len(requests.lines), results.n_before)

@@ -14,11 +14,11 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple, Self
 
 from ostinato.errors import BadInput, HardwareCannot
+from ostinato.extras import check_extra
 from ostinato.files.store import resolve
 from ostinato.options import Talk
 from ostinato.scale.cluster import (
     START_S,
-    check_ray,
     error_elsewhere,
     free_nodes,
     joined,
@@ -49,7 +49,7 @@ def run_replicas(
     """Serve with so many replicas until a signal, then drain; return the exit code."""
     if most is not None and most < replicas:
         raise BadInput(f"--max-replicas is {most}; it must be {replicas} or more, as --replicas is")
-    check_ray()
+    check_extra("scale", "more than one replica")
     if address is None:  # before anything starts: an unknown name, a download, or a port in use
         resolve(options.model, talk=talk)
         free_port(options)

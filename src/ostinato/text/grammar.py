@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ostinato.errors import BadInput, BadOption, Unsupported
+from ostinato.extras import check_extra
 from ostinato.options import Rule, Sampling
 from ostinato.text.tokenizer import Tokenizer
 
@@ -115,13 +116,9 @@ class Grammars:
     @cached_property
     def _known(self) -> LLTokenizer:
         """The vocabulary as llguidance reads it; made when it is first needed, which takes tenths of a second."""
-        try:
-            from llguidance import LLTokenizer, TokenizerWrapper
-        except ImportError as error:
-            raise Unsupported(
-                "answers that follow a schema, a regex or a grammar need the package llguidance: "
-                "pip install 'ostinato[serve]'"
-            ) from error
+        check_extra("serve", "an answer that follows a schema, a regex or a grammar", "llguidance")
+        from llguidance import LLTokenizer, TokenizerWrapper
+
         if not self._ends:
             raise Unsupported("this model has no token that ends an answer, so none can follow a schema or a grammar")
         words = _TokenTable(self._tokenizer, min(self._ends))

@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ostinato.backends.cuda.load import PackedLoader, stays_packed
-from ostinato.backends.cuda.packed import PACKED_TYPES, Packed
+from ostinato.backends.cuda.load import PackedLoader
+from ostinato.backends.cuda.packed import Packed
+from ostinato.backends.cuda.packed_types import PACKED_TYPES, stays_packed
 from ostinato.backends.torch.allocate import empty
 from ostinato.backends.torch.forward import through_linear, through_mlp
 from ostinato.backends.torch.load import DenseLoader

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from ostinato.backends.base import Settled
-from ostinato.backends.cuda.packed import PACKED_TYPES
+from ostinato.backends.cuda.packed_types import PACKED_TYPES
 from ostinato.backends.machine import Chip, Machine
 from ostinato.backends.tape.backend import (
     HEAD_WIDTHS,

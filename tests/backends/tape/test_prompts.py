@@ -210,6 +210,7 @@ def test_a_model_of_a_file_answers_scores_and_embeds_alike_from_the_tape_and_pla
         settled = Settled("cpu", "torch", TWIN, "bfloat16", "f32", 256, **words)
         monkeypatch.setattr("ostinato.llm.choose", lambda *_, settled=settled: settled)
         with LLM(tmp_path / "model", device="cpu") as llm:
+            assert isinstance(llm._model, Model)
             assert lies_on_tape(llm._model) == (prompts == "tape")
             answers = llm.generate([[5, 6, 7], list(range(3, 40))], Sampling(max_tokens=5, temperature=0))
             found.append(

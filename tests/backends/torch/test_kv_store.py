@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from ostinato.backends.torch.kv_store import KVStore, StateStore
-from ostinato.backends.torch.ops.rope import cos_sin, frequencies_of, rope_torch
+from ostinato.backends.torch.ops.rope import cos_sin, rope_torch
 from ostinato.cache.kv_bytes import cell_bytes
 from ostinato.cache.state_run import Move, StateRun, StateSource
 from ostinato.errors import BadOption
-from ostinato.models.rope import Rope
+from ostinato.models.rope import Rope, frequencies_of
 from ostinato.models.shape import Shape
 from ostinato.options import KVType
 from tests.random_model import attention_shape
@@ -21,7 +21,7 @@ TYPES: Sequence[KVType] = ("f32", "bf16", "f16", "q8_0")
 
 
 def store_of(shape: Shape, kv_type: KVType, *, streams: int = 1, cells: int = 8) -> KVStore:
-    ropes = {rope: frequencies_of(rope) for rope in shape.ropes if rope is not None}
+    ropes = {rope: torch.from_numpy(frequencies_of(rope)) for rope in shape.ropes if rope is not None}
     return KVStore(shape, {0: cells, 1: cells}, kv_type, streams=streams, device=CPU, frequencies=ropes)
 
 
@@ -65,7 +65,7 @@ def test_shifted_keys_are_those_of_the_new_position_and_values_never_turn(shape:
     assert isinstance(rope, Rope)
 
     def at(position: int) -> torch.Tensor:
-        cos, sin = cos_sin(rope, torch.tensor([position]), frequencies_of(rope))
+        cos, sin = cos_sin(rope, torch.tensor([position]), torch.from_numpy(frequencies_of(rope)))
         return rope_torch(noise(1, 2, 32), cos, sin, rope.pairing)
 
     store = store_of(shape, kv_type)

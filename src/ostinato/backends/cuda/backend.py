@@ -24,6 +24,7 @@ from ostinato.backends.memory_rows import FLOAT_BYTES, output_row, shared_rows, 
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.backend import TensorRunner, loaded_with, model_of, prefill_bytes
 from ostinato.errors import Unsupported
+from ostinato.extras import install_command
 from ostinato.models.header import HeaderTensors
 from ostinato.options import Activations, KVType, LoadOptions
 
@@ -171,7 +172,7 @@ def loader_of(settled: Settled) -> type[DenseLoader]:
 
 def weight_bytes(tensors: HeaderTensors, settled: Settled) -> int:
     """Of weights that stay as in the file where that is settled and kernels multiply them, else dense."""
-    from ostinato.backends.cuda.load import stays_packed
+    from ostinato.backends.cuda.packed_types import stays_packed
 
     packed, size = settled.weights == "packed", ITEM_BYTES[settled.dtype]
     return sum(
@@ -196,7 +197,7 @@ def why_not_blocks(shape: Shape) -> str | None:
 
 def why_no_packages(machine: Machine) -> str | None:
     """Why a GPU cannot be used by our kernels at all; None where it can."""
-    return f"not installed: {', '.join(machine.missing)} (pip install 'ostinato[gpu]')" if machine.missing else None
+    return f"not installed: {', '.join(machine.missing)}; type: {install_command('gpu')}" if machine.missing else None
 
 
 def why_driver_has_no_while(version: int | None) -> str | None:

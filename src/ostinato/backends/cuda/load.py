@@ -15,23 +15,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, laid_out, put
+from ostinato.backends.cuda.packed import Packed, laid_out, put
+from ostinato.backends.cuda.packed_types import stays_packed
 from ostinato.backends.loading import WeightPiece
 from ostinato.backends.torch.allocate import Allocate, empty
 from ostinato.backends.torch.load import DenseLoader
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack
-from ostinato.files.quants import BLOCKS
 from ostinato.models.tensors import ExpertMatrices, Matrices, StackedTensors, TensorTable
 
 SORTED_AT_ONCE: Final = 4  # pieces of packed weights that are on the device a second time
 _PIECE_BYTES: Final = 1 << 26  # of packed weights, read and sorted at a time
-
-
-def stays_packed(type: str, shape: Sequence[int]) -> bool:
-    """Whether a GPU's kernels multiply a tensor of this type and shape as the file has it: a matrix, or the experts'
-    matrices in one tensor of three dimensions."""
-    return type in PACKED_TYPES and len(shape) in (2, 3) and shape[-1] % BLOCKS[type].elements == 0
 
 
 @dataclass(frozen=True, slots=True)

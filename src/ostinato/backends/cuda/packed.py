@@ -27,6 +27,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ostinato.backends.cuda.packed_types import PACKED_TYPES
 from ostinato.backends.torch.allocate import Allocate, empty
 from ostinato.backends.torch.weight import DeviceMatrix, Weight
 from ostinato.errors import InternalError, Unsupported
@@ -126,7 +127,7 @@ _FIELDS: Final[Mapping[str, Mapping[str, tuple[int, int]]]] = MappingProxyType(
         "Q6_K": {"quants": (0, 128), "high": (128, 192), "scales": (192, 208), "blocks": (208, 210)},
     }
 )
-PACKED_TYPES: Final = tuple(_FIELDS)
+assert tuple(_FIELDS) == PACKED_TYPES
 _CHUNK_BYTES: Final = 1 << 24  # sorted at a time: temporaries are a few times as large
 
 

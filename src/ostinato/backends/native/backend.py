@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ostinato.backends.loading import Progress
     from ostinato.loop.plan import Plan
     from ostinato.loop.start import Start
-    from ostinato.models.blocks import ModelBlocks
+    from ostinato.models.blocks import LoadedModel, ModelBlocks
     from ostinato.models.shape import Shape
     from ostinato.models.tensors import TensorTable
 
@@ -80,7 +81,7 @@ class NativeBackend:
 
     def load(
         self, blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None
-    ) -> ModelBlocks:
+    ) -> LoadedModel:
         from ostinato.backends.native.tile_weights import load_tiles
 
         return load_tiles(blocks, table, settled.activations, settled.threads or 1, progress)
@@ -90,7 +91,18 @@ class NativeBackend:
 
 
 class NativeRunner(Runner):
-    """The whole loop in C++."""
+    """The whole loop in C++, by this machine's object unless another is given."""
+
+    def __init__(
+        self,
+        model: ModelBlocks,
+        settled: Settled,
+        *,
+        outbox_entries: int | None = None,
+        library: ctypes.CDLL | None = None,
+    ) -> None:
+        self._library = library or cpu_library()
+        super().__init__(model, settled, outbox_entries=outbox_entries)
 
     def _memory(self) -> NativePages:
         return NativePages.of(self.model.shape, self.groups, kv_type=self.settled.kv_type)
@@ -111,6 +123,7 @@ class NativeRunner(Runner):
         model, activations = self.model, self.settled.activations
         assert isinstance(self.changed, FileWakeEvent)
         native = NativeStep(
+            self._library,
             model,
             self.memory,
             self.tables,

@@ -53,13 +53,14 @@ class NativeStatus:
         return f"native loop for {self.words} (level {self.level}), {self.origin}{noted}"
 
 
-def cpu_library(talk: Talk | None = None) -> ctypes.CDLL:
-    """The object for this CPU, opened; the same each time. `talk` gets a message if it must be compiled first.
+def cpu_library(talk: Talk | None = None, *, level: Level | None = None) -> ctypes.CDLL:
+    """The object for this CPU, opened; the same each time. `talk` gets a message if it must be compiled first. `level`:
+    another one than this CPU's best.
 
     OSTINATO_CPU_LEVEL forces a level: v4, v3 or plain. OSTINATO_CPU_FLAGS adds flags of the compiler, and then the
     wheel's objects are left aside. Raises HardwareCannot with the reason where there is no object to be had.
     """
-    level, extra = chosen_level(), _extra_flags()
+    level, extra = level or chosen_level(), _extra_flags()
     key = level.name, " ".join(extra)
     with _lock:
         if key not in _opened and key not in _failed:
@@ -123,6 +124,11 @@ def chosen_level() -> Level:
     if missing := level.needs - found:
         raise HardwareCannot(f"OSTINATO_CPU_LEVEL is {name}, and this CPU lacks {', '.join(sorted(missing))}")
     return level
+
+
+def plainest_level() -> Level:
+    """The level that every machine of this kind can run."""
+    return list(cpu_levels.LEVELS.values())[-1]
 
 
 def wheel_object(level: Level) -> tuple[Path | None, str | None]:

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ostinato.backends.base import CHUNK_ROWS
-from ostinato.backends.native.library import cpu_library
 from ostinato.backends.native.pages import KV_TYPES, PAGE_TOKENS, LayerPages, NativePages
 from ostinato.backends.native.tiles import TileMatrix, TileMatrixStruct
 from ostinato.errors import InternalError
@@ -100,6 +99,7 @@ class NativeStep:
 
     def __init__(
         self,
+        library: ctypes.CDLL,
         model: ModelBlocks,
         memory: NativePages,
         tables: Tables,
@@ -110,7 +110,7 @@ class NativeStep:
         wake: int = -1,
     ) -> None:
         """`wake`: a file that is written to at every step boundary; -1 for none."""
-        self._library, self._kept = _declared(cpu_library()), _Kept()
+        self._library, self._kept = _declared(library), _Kept()
         self.chunk_rows = min(CHUNK_ROWS["cpu"], tables.layout.max_pages * PAGE_TOKENS)
         self.threads, self.vocab, self.hidden = threads, model.shape.vocab, model.shape.hidden
         self.n_groups = tables.layout.n_groups

@@ -19,7 +19,7 @@ from ostinato.backends.native.tiles import TileMatrix, empty_tiles, fill_tiles, 
 from ostinato.backends.weights import Stack
 from ostinato.errors import InternalError
 from ostinato.files.quants import BLOCKS, check_readable, dequantize
-from ostinato.models.blocks import ModelBlocks, with_leaves
+from ostinato.models.blocks import LoadedModel, ModelBlocks, with_leaves
 from ostinato.models.tensors import Constant, ExpertMatrices, Matrices, Reference, StackedTensors, TensorTable, is_whole
 from ostinato.options import Activations
 
@@ -38,12 +38,12 @@ def load_tiles(
     activations: Activations,
     n_threads: int,
     progress: Progress | None = None,
-) -> ModelBlocks:
-    """The blocks over tiles, to be multiplied with such activations, and over arrays of float32."""
+) -> LoadedModel:
+    """The model over tiles, to be multiplied with such activations, and over arrays of float32."""
     loader = TileLoader(table, wide=activations == "wide")
     loaded = with_leaves(blocks, cache(loader.leaf))  # a tied head is the embedding: made once
     read_all(loader.pieces(), n_threads, progress)
-    return loaded
+    return LoadedModel.over(loaded, frequencies=loaded.shape.frequencies(), dtype="float32", device="cpu")
 
 
 class TileLoader:

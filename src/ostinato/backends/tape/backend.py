@@ -237,7 +237,7 @@ PLAIN: Final = "plain"  # a half of the model's own type
 
 def kept_as(tensor: TensorInfo, *, packed: bool) -> str:
     """The type that a matrix has when it is laid out: its own where it stays packed."""
-    from ostinato.backends.cuda.load import stays_packed
+    from ostinato.backends.cuda.packed_types import stays_packed
 
     return tensor.type if packed and stays_packed(tensor.type, tensor.shape) else PLAIN
 

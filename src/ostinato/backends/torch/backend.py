@@ -20,6 +20,7 @@ from ostinato.backends.memory_rows import FLOAT_BYTES, LIBRARIES, output_row, sh
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.kv_types import KV_DTYPES
 from ostinato.errors import Unsupported
+from ostinato.extras import why_missing
 from ostinato.models.header import HeaderTensors
 from ostinato.options import Activations, LoadOptions
 
@@ -50,11 +51,7 @@ class TorchBackend:
     alone = False
 
     def why_not_here(self, mode: str, machine: Machine) -> str | None:
-        try:
-            import torch  # noqa: F401
-        except ImportError:
-            return "torch is not installed"
-        return None
+        return why_missing("torch", "the reference backend")
 
     def why_not(
         self, mode: str, shape: Shape, tensors: HeaderTensors, options: LoadOptions, machine: Machine
@@ -79,6 +76,7 @@ class TorchBackend:
         )
 
     def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
+        use_threads(settled)
         if settled.dtype == "bfloat16" and settled.kind == "cpu":
             from ostinato.backends.torch.amx import make_bfloat16_safe
 
@@ -170,6 +168,7 @@ def model_of(blocks: ModelBlocks, settled: Settled) -> Model:
 
     if isinstance(blocks, Model):
         return blocks
+    use_threads(settled)
     dtype, device = getattr(torch, settled.dtype), torch.device(settled.device)
     return Model.of(blocks, dtype=dtype, device=device)
 

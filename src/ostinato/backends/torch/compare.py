@@ -14,34 +14,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ostinato.backends.compare import Difference
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.errors import InternalError
 from ostinato.files.unpack import Floats
 from ostinato.loop.plan import Buffer
-from ostinato.models.blocks import Experts, Layer
+from ostinato.models.blocks import Experts, Layer, LoadedModel
 
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first element that differs: where it is, and what was expected there."""
-
-    node: str  # the node that wrote the buffer last
-    buffer: str
-    place: tuple[int, ...]
-    expected: str
-    found: str
-    step: int | None = None  # None: after the last step
-    n_elements: int = 1  # of this buffer that differ
-
-    @property
-    def text(self) -> str:
-        at = f"{list(self.place)}" if self.place else ""
-        when = "" if self.step is None else f" after step {self.step}"
-        more = f" ({self.n_elements} of its elements differ)" if self.n_elements > 1 else ""
-        return f"{self.node}: {self.buffer}{at} is {self.found} and should be {self.expected}{when}{more}"
 
 
 # Buffers
@@ -92,7 +73,7 @@ def _size(tensor: Tensor) -> str:
 # Weights
 
 
-def compare_weights(model: Model, fresh: Model) -> tuple[int, Difference | None]:
+def compare_weights(model: LoadedModel, fresh: LoadedModel) -> tuple[int, Difference | None]:
     """Compare the bits of every weight with another copy of the model, one tensor at a time, up to the first
     difference; how many were compared."""
     expected = dict(tensors_of(fresh, "model"))
@@ -104,7 +85,7 @@ def compare_weights(model: Model, fresh: Model) -> tuple[int, Difference | None]
     return n, None
 
 
-def checksums(model: Model) -> dict[str, int]:
+def checksums(model: LoadedModel) -> dict[str, int]:
     """A sum over the bits of every weight: one flipped bit changes it."""
     return {name: int(_bits(tensor).sum(dtype=torch.int64)) for name, tensor in tensors_of(model, "model")}
 

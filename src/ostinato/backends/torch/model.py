@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,16 +10,16 @@ from torch import Tensor
 
 from ostinato.backends.torch.arrays import tensor_of
 from ostinato.backends.torch.forward import Angles, Forward, ForwardState, normed, ranked, through_linear
-from ostinato.backends.torch.ops.rope import cos_sin, frequencies_of
+from ostinato.backends.torch.ops.rope import cos_sin
 from ostinato.backends.torch.table import TWINS, Ops
 from ostinato.backends.torch.weight import rows_of
 from ostinato.errors import Unsupported
-from ostinato.models.blocks import AnyLayer, ModelBlocks, with_leaves
+from ostinato.models.blocks import AnyLayer, LoadedModel, ModelBlocks, with_leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model(ModelBlocks):
-    """Blocks whose leaves are weights: tensors, or matrices in the layout of a backend (`backends/weights.py`)."""
+class Model(LoadedModel):
+    """A loaded model of tensors, or of matrices in the layout of a backend (`backends/weights.py`)."""
 
     ops: Ops = TWINS
     dtype: torch.dtype  # what rows between layers are, unless the residual is wide
@@ -29,11 +29,8 @@ class Model(ModelBlocks):
     def of(blocks: ModelBlocks, *, dtype: torch.dtype, device: torch.device) -> Model:
         """The model of loaded blocks; their arrays become tensors over that memory."""
         blocks = with_leaves(blocks, lambda leaf: tensor_of(leaf) if isinstance(leaf, np.ndarray) else leaf)
-        ropes = [rope for rope in dict.fromkeys(blocks.shape.ropes) if rope is not None]
-        n_sets = blocks.shape.n_rope_sets
-        blocks = replace(blocks, frequencies={rope: frequencies_of(rope, n_sets).to(device) for rope in ropes})
-        given = {field.name: getattr(blocks, field.name) for field in fields(ModelBlocks)}
-        return Model(**given, dtype=dtype, device=device)
+        frequencies = {rope: tensor_of(sets).to(device) for rope, sets in blocks.shape.frequencies().items()}
+        return Model.over(blocks, frequencies=frequencies, dtype=dtype, device=device)
 
     def for_length(self, n_positions: int) -> Model:
         """The same model with only the rope set of sequences of so many positions."""

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import PACKED_TYPES, Packed
+from ostinato.backends.cuda.packed import Packed
+from ostinato.backends.cuda.packed_types import PACKED_TYPES
 from ostinato.backends.cuda.triton.embed import bind_embed
 from ostinato.backends.torch.ops.attend import StepRows
 from ostinato.backends.torch.ops.embed import embed_torch

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.cuda.launch import Launches, TritonLaunch
-from ostinato.backends.cuda.packed import PACKED_TYPES, Packed
+from ostinato.backends.cuda.packed import Packed
+from ostinato.backends.cuda.packed_types import PACKED_TYPES
 from ostinato.backends.cuda.triton.matmul import bind_matmul
 from ostinato.backends.cuda.triton.tiles import Tile, step_columns, tile_for
 from ostinato.backends.torch.ops.matmul import (

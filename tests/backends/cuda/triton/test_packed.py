@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import PACKED_TYPES, unpack
+from ostinato.backends.cuda.packed import unpack
+from ostinato.backends.cuda.packed_types import PACKED_TYPES
 from ostinato.errors import Unsupported
 from ostinato.files.quants import BLOCKS, dequantize
 from tests.backends.cuda.packing import pack

@@ -6,13 +6,6 @@ from torch import Tensor
 from ostinato.models.rope import Pairing, Rope
 
 
-def frequencies_of(rope: Rope, n_sets: int = 1) -> Tensor:
-    """The angle each pair is rotated by per position, float32 [n_sets, width / 2] (`Shape.rope_set`)."""
-    powers = torch.arange(0, rope.width, 2, dtype=torch.int64).float() / rope.width
-    plain, sets = 1.0 / rope.base**powers, (rope.divisors, rope.long_divisors or rope.divisors)
-    return torch.stack([plain if each is None else plain / torch.tensor(each) for each in sets[:n_sets]])
-
-
 def cos_sin(rope: Rope, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines for positions [rows], float32 [rows, width / 2], amplified; frequencies for all or by row."""
     angles = positions.float().unsqueeze(-1) * frequencies
