@@ -132,7 +132,7 @@ def test_the_options_of_a_command_are_known(block: Block) -> None:
 def parse(words: list[str]) -> None:
     """Refuse what the command line would refuse before it runs a verb."""
     words = words[: next((place for place, word in enumerate(words) if word in (">", "|")), len(words))]
-    command: Any = get_command(cli.app)
+    command: Any = get_command(cli.app())
     context = command.make_context("ostinato", words)
     while isinstance(command, TyperGroup) and (rest := [*context._protected_args, *context.args]):
         name, command, rest = command.resolve_command(context, rest)

@@ -47,6 +47,6 @@ def helps(command: Any, words: tuple[str, ...] = ("ostinato",)) -> Iterator[tupl
 
 
 def test_no_help_cites_a_rule() -> None:
-    found = dict(helps(get_command(cli.app)))
+    found = dict(helps(get_command(cli.app())))
     assert "ostinato bench decode" in found
     assert [verb for verb, text in found.items() if cited(text)] == []

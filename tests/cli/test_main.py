@@ -71,7 +71,7 @@ def test_a_group_without_a_verb_shows_its_help(ostinato: RunCli, group: str, ver
 
 def test_help_shows_words_and_no_types(ostinato: RunCli) -> None:
     """Python's types would stand there as `<bool>` or `<int range>`; a flag has no value."""
-    pages = {" ".join(verb): ostinato(*verb, "--help").out for verb in verbs_of(get_command(cli.app))}
+    pages = {" ".join(verb): ostinato(*verb, "--help").out for verb in verbs_of(get_command(cli.app()))}
     assert [verb for verb, page in pages.items() if re.search(r"<\w", page)] == []
     assert re.search(r"--raw +The prompt", pages["run"])
     assert re.search(r"--kv-type +f32\|bf16", pages["run"])
@@ -275,7 +275,7 @@ def test_a_shell_can_complete_verbs_and_model_names(home: Path) -> None:
     ],
 )
 def test_a_shell_can_complete_the_values_of_a_choice(verb: str, option: str, begun: str, offered: list[str]) -> None:
-    command = cast(TyperGroup, get_command(cli.app)).commands[verb]
+    command = cast(TyperGroup, get_command(cli.app())).commands[verb]
     context = command.make_context(verb, [], resilient_parsing=True)
     (parameter,) = (one for one in command.params if option in one.opts)
     assert [item.value for item in parameter.shell_complete(context, begun)] == offered

@@ -32,7 +32,7 @@ def rows(heading: str) -> list[list[str]]:
 
 
 def parameters(*path: str) -> list[Any]:
-    command: Any = get_command(cli.app)
+    command: Any = get_command(cli.app())
     for name in path:
         command = command.commands[name]
     return list(command.params)
@@ -89,7 +89,7 @@ def test_a_verb_takes_its_model_as_an_option_and_without_a_text_as_an_argument(v
 
 
 def test_every_verb_that_opens_a_model_is_listed() -> None:
-    command: Any = get_command(cli.app)
+    command: Any = get_command(cli.app())
     assert set(OF_VERBS) == {name for name in command.commands if "--model" in flags(name)} - {"bench", "scale"}
     assert {"--model", "--shape"} <= flags("bench", "decode")
 

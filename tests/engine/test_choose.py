@@ -13,6 +13,7 @@ from ostinato.backends.base import Settled
 from ostinato.backends.cuda.backend import WHY_NO_LOOP
 from ostinato.backends.machine import Chip, Machine
 from ostinato.backends.native.backend import NATIVE
+from ostinato.backends.torch.backend import TORCH
 from ostinato.backends.torch.model import Model
 from ostinato.cache.kv_bytes import KV_FORMATS, KVFormat
 from ostinato.engine.choose import (
@@ -148,7 +149,7 @@ def test_deciding_prepares_nothing_and_a_backend_that_cannot_be_prepared_is_pass
         raise HardwareCannot("there is no compiler")
 
     monkeypatch.setattr(NATIVE, "prepare", no_compiler)
-    monkeypatch.setattr("ostinato.engine.choose.use_threads", lambda settled: None)
+    monkeypatch.setattr(TORCH, "prepare", lambda *_: None)  # which tells torch how many threads it has
     model, said = random_model("kv"), list[str]()
     case = LoadCase(model.shape, tensors_in(model), LoadOptions(), ON_CPU)
     assert decide(case).mode == "loop"

@@ -129,6 +129,7 @@ def test_memory_that_a_kernel_must_not_touch_is_refused_by_name_and_the_next_cal
 
 def test_a_gpu_number_that_is_not_there_is_refused_with_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """E-12."""
+    monkeypatch.setattr("ostinato.engine.machine.driver_cuda", lambda: 13_000)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("cuda:1") == "cuda:1"

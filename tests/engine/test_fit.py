@@ -312,7 +312,14 @@ def test_a_dtype_and_the_native_loop_exclude_each_other(tiny_gguf: Path) -> None
 def test_threads_reach_torch_and_the_loop(tiny_gguf: Path) -> None:
     before = torch.get_num_threads()
     try:
-        with LLM(tiny_gguf, device="cpu", threads=2) as llm:
-            assert (llm.threads, torch.get_num_threads(), llm._engine.runner.settled.threads) == (2, 2, 2)
+        torch.set_num_threads(7)
+        with LLM(tiny_gguf, device="cpu", threads=1) as llm:
+            assert (llm.threads, llm._engine.runner.settled.threads) == (1, 1)
+            assert torch.get_num_threads() == 7  # the native loop's threads are its own
+            llm.decoder()
+            assert torch.get_num_threads() == 1
+        torch.set_num_threads(7)
+        with LLM(tiny_gguf, device="cpu", threads=1, mode="eager"):
+            assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

@@ -19,7 +19,7 @@ from ostinato.backends.torch.kernels import Kernels, twin_kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.start import CpuEager, CpuLoop
-from ostinato.engine.checks import Found
+from ostinato.engine.checks import Compared
 from ostinato.engine.choose import settle_model
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.open import open_runner
@@ -294,7 +294,7 @@ def take(
         shares[row] = scores[row, chosen].softmax(-1)
 
 
-def mixtral_beside_twins(kernels: Kernels) -> Found:
+def mixtral_beside_twins(kernels: Kernels) -> Compared:
     """A model of which two experts score nearly alike for every row, by these kernels beside the twins."""
     model = named_model("tiny-mixtral", torch.bfloat16, seed=3)
     for layer in model.layers:

@@ -9,7 +9,6 @@ import ctypes
 import os
 import platform
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, Literal
 
@@ -65,6 +64,8 @@ def kind_of(device: str) -> DeviceKind:
 
 
 def package_version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version  # slow to load, and seldom asked
+
     try:
         return version(package)
     except PackageNotFoundError:

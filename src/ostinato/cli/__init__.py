@@ -1,62 +1,89 @@
 """The command line: one verb per function, and the one place where an error becomes a message and an exit code.
 
-Verbs import the packages they need when they run, so that `--help` never waits for torch; nothing imports this package.
+Only the verb that was named is loaded, and it imports the packages it needs when it runs, so that `--help` waits for
+nothing; nothing imports this package.
 Exit codes: 0, 2 bad input, 3 internal error, 4 not possible on this machine, 130 interrupted.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Final
 
 import typer
 
-from ostinato.cli import flags
-from ostinato.cli.batch import batch
-from ostinato.cli.bench import bench
-from ostinato.cli.bench_serve import serve_load
-from ostinato.cli.chat import chat
-from ostinato.cli.doctor import doctor
-from ostinato.cli.groups import Verbs, show_help
-from ostinato.cli.inspect import inspect
-from ostinato.cli.lab import lab
-from ostinato.cli.models import models, pull, rm
+from ostinato import __version__
+from ostinato.cli.groups import Verbose, Verbs, show_help
 from ostinato.cli.output import ReaderGone, drop_output, is_verbose, prepare, talk, told, write_line
-from ostinato.cli.run import run
-from ostinato.cli.scale import scale
-from ostinato.cli.serve import serve
-from ostinato.cli.texts import embed, score, tokenize
-from ostinato.cli.usage import answer_to
-from ostinato.cli.verify import verify
 from ostinato.errors import HardwareCannot, OstinatoError
 
-app = Verbs(name="ostinato", pretty_exceptions_enable=False, rich_markup_mode="rich")
-app.info.context_settings = {"help_option_names": ["--help", "-h"]}
-for _verb in (run, chat, serve, batch, tokenize, score, embed, inspect, pull, models, rm, doctor, verify):
-    app.command()(_verb)
-bench.command("serve")(serve_load)
-app.add_typer(bench, name="bench")
-app.add_typer(scale, name="scale")
-app.add_typer(lab, name="lab")
+# Every verb and group: its module, and the first sentence of its help, with which a list of verbs loads none of them.
+_VERBS: Final = {
+    "run": ("run", "Generate text from a prompt, streaming."),
+    "chat": ("chat", "Talk with a model in the terminal."),
+    "serve": ("serve", "Serve a model over OpenAI's API, with a page at / and metrics at /metrics."),
+    "batch": ("batch", "Answer a file of requests in OpenAI's batch format."),
+    "tokenize": ("texts", "Show the tokens of a text."),
+    "score": (
+        "texts",
+        "How well a model predicts a text: tokens, negative log-likelihood, perplexity; teacher forced.",
+    ),
+    "embed": (
+        "texts",
+        "One vector per text, from the model's last hidden states; with --pooling rank, a ranking model's scores.",
+    ),
+    "inspect": (
+        "inspect",
+        "Describe a model: architecture, sizes, tensors, tokenizer, template, memory. Reads no weights.",
+    ),
+    "pull": ("models", "Fetch a model, or check the one that is here, and print where it lies."),
+    "models": ("models", "List the models that are here and the names that can be pulled."),
+    "rm": ("models", "Remove a model that was pulled."),
+    "doctor": ("doctor", "Say what this machine can run, and why not the rest."),
+    "verify": ("verify", "Compare the modes that can run here, buffer by buffer, and the weights with the file."),
+    "bench": ("bench_serve", "Measure this machine."),
+    "scale": ("scale", "Beyond one machine: what a load needs."),
+    "lab": ("lab", "Measure launch overhead: kernels one by one, graphs, loops and persistent kernels."),
+}
+
+
+def app(*named: str) -> Verbs:
+    """The program with these verbs, or with all; of the others it knows the names and what they are for."""
+    made = Verbs(name="ostinato", pretty_exceptions_enable=False, rich_markup_mode="rich")
+    made.info.context_settings = {"help_option_names": ["--help", "-h"]}
+    made.callback()(_ostinato)
+    for name, (module, summary) in _VERBS.items():
+        if named and name not in named:
+            made.command(name, help=summary)(_not_loaded)
+            continue
+        verb = getattr(import_module(f"ostinato.cli.{module}"), name)
+        if isinstance(verb, Verbs):
+            made.add_typer(verb, name=name)
+        else:
+            made.command(name)(verb)
+    return made
+
+
+def _not_loaded() -> None:
+    raise AssertionError("a verb was called that was not loaded")
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        write_line(f"ostinato {version('ostinato')}")
+        write_line(f"ostinato {__version__}")
         raise typer.Exit
 
 
-@app.callback()
 def _ostinato(
     context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
     ] = False,
-    verbose: flags.Verbose = False,
+    verbose: Verbose = False,
 ) -> None:
     """Run language models on your own machine: GGUF files and safetensors folders."""
     show_help(context)
@@ -73,7 +100,7 @@ def call(arguments: Sequence[str]) -> int:
     if list(arguments[:1]) == ["help"]:
         arguments = [*arguments[1:], "--help"]
     try:
-        code = app(list(arguments), prog_name="ostinato", standalone_mode=False)
+        code = app(*_named(arguments))(list(arguments), prog_name="ostinato", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except OstinatoError as error:
         return _refuse(error)
@@ -90,6 +117,15 @@ def call(arguments: Sequence[str]) -> int:
         return _blame_ourselves(error)
 
 
+def _named(arguments: Sequence[str]) -> tuple[str, ...]:
+    """The verb to load: the first word that is none of the program's own options. A shell that completes, and a word
+    that is no verb, ask for all."""
+    if "_OSTINATO_COMPLETE" in os.environ:
+        return ()
+    first = next((word for word in arguments if not word.startswith("-")), None)
+    return ("none",) if first is None else (first,) if first in _VERBS else ()
+
+
 def _refuse(error: OstinatoError) -> int:
     if error.exit_code == OstinatoError.exit_code:
         return _blame_ourselves(error)
@@ -102,7 +138,11 @@ def _refuse(error: OstinatoError) -> int:
 def _refuse_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
     context = getattr(error, "ctx", None)
     program = context.command_path if context is not None else "ostinato"
-    talk(f"error: {answer_to(error, arguments)}\nsee `{program} --help`")
+    from typer.main import get_command
+
+    from ostinato.cli.usage import answer_to
+
+    talk(f"error: {answer_to(error, arguments, get_command(app()))}\nsee `{program} --help`")
     return 2
 
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from ostinato import __version__
 from ostinato.cli import flags
 from ostinato.cli.bare import Bare, opened_bare
 from ostinato.cli.flags import Flag
@@ -313,7 +313,7 @@ def _facts(source: BenchModel, bandwidth: float, repeats: int) -> dict[str, Any]
     return {
         "date": date.today().isoformat(),
         "question": "how fast does it decode here?",
-        "ostinato": version("ostinato"),
+        "ostinato": __version__,
         "python": platform.python_version(),
         "model": source.name,
         "type": source.type,

@@ -10,13 +10,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ostinato import __version__
 from ostinato.cli import flags
+from ostinato.cli.bench import bench as bench
 from ostinato.cli.flags import Flag
 from ostinato.cli.output import write_columns, write_json, write_line
 from ostinato.cli.plot import figure_kind, save
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ostinato.serve.load import Lengths, Load, LoadReport, Outcome
 
 
+@bench.command("serve")
 @flags.verb
 def serve_load(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server.")] = "http://127.0.0.1:8000",
@@ -146,7 +148,7 @@ def record(load: Load, found: LoadReport) -> dict[str, Any]:
         for name, value in ((each, getattr(found, each)) for each in found.__dataclass_fields__)
     }
     facts = {"date": date.today().isoformat(), "question": "what does this server do under load?"}
-    return {**facts, "ostinato": version("ostinato"), "load": asked, **figures}
+    return {**facts, "ostinato": __version__, "load": asked, **figures}
 
 
 def draw(outcomes: Sequence[Outcome], title: str, plot: Path) -> None:

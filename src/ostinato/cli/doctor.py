@@ -10,10 +10,10 @@ import platform
 import shutil
 import sys
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
+from ostinato import __version__
 from ostinato.backends.machine import (
     Chip,
     Machine,
@@ -56,7 +56,7 @@ def examine() -> dict[str, Any]:
     """The findings as plain values."""
     cuda, native = _cuda(), native_status()
     return {
-        "ostinato": version("ostinato"),
+        "ostinato": __version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "packages": {name: package_version(name) for name in _PACKAGES},

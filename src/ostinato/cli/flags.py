@@ -16,8 +16,9 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from ostinato.cli.groups import Verbose as Verbose
 from ostinato.cli.input import read_file, read_schema
-from ostinato.cli.output import set_verbose, talk
+from ostinato.cli.output import talk
 from ostinato.errors import BadInput, BadOption
 from ostinato.files import store
 from ostinato.options import MODES, SAMPLING_NUMBERS, KVType, LoadOptions, Sampling
@@ -171,9 +172,6 @@ ModelAnywhere = Annotated[str, ModelFlags()]
 Model = Annotated[str, Flag(_MODEL_HELP, "PATH|NAME", autocompletion=complete_model)]
 Json = Annotated[bool, Flag("Print one JSON object.", name="--json")]
 TextFile = Annotated[Path | None, Flag("Take the text from a file (- is standard input).", "FILE")]
-Verbose = Annotated[  # typer's own: also of commands that are no verbs
-    bool, typer.Option("--verbose", help="Say more; show the traceback of an error of ours.", callback=set_verbose)
-]
 
 
 def parse_logit_bias(texts: Iterable[str]) -> dict[int, float]:

@@ -6,12 +6,16 @@ Typer itself writes the Python type there: `<bool>`, `<int range>`, `<str>`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-from ostinato.cli.output import write_line
+from ostinato.cli.output import set_verbose, write_line
+
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Say more; show the traceback of an error of ours.", callback=set_verbose)
+]
 
 
 class Verbs(typer.Typer):

@@ -345,7 +345,7 @@ def _decoded(model: LoadedModel, name: str, n_prompt: int, n_gen: int) -> Iterab
     from ostinato.engine.choose import modes_of, why_not_model
     from ostinato.lab.bench import Bench
 
-    bench = Bench(model, "bf16" if model.device.type == "cuda" else "f32", repeats=3)
+    bench = Bench(model, "bf16" if kind_of(str(model.device)) == "cuda" else "f32", repeats=3)
     reasons = why_not_model(model)
     for mode in modes_of(kind_of(str(model.device))):
         if (reason := reasons[mode]) is not None:

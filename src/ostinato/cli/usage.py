@@ -19,13 +19,13 @@ _TEXTS: Final = ("prompt", "text", "texts")  # what verbs call the text that the
 _CLOSE: Final = 0.8
 
 
-def answer_to(error: Any, arguments: Sequence[str]) -> str:
-    """The message for an error of the parser; its own where we know nothing better."""
+def answer_to(error: Any, arguments: Sequence[str], program: Any) -> str:
+    """The message for an error of the parser; its own where we know nothing better. `program` has every verb."""
     context, message = getattr(error, "ctx", None), str(error.format_message())
     if context is None:
         return message
     if hasattr(error, "possibilities"):
-        return _no_such_option(error.option_name, context, arguments)
+        return _no_such_option(error.option_name, context, arguments, program)
     if (verb := re.match(r"No such command '(.+?)'", message)) and verb[1] in OTHER_VERBS:
         return f"no such verb {verb[1]}: {OTHER_VERBS[verb[1]]}"
     if extra := re.match(r"Got unexpected extra argument\S* \((.*)\)$", message, re.DOTALL):
@@ -33,7 +33,7 @@ def answer_to(error: Any, arguments: Sequence[str]) -> str:
     return message
 
 
-def _no_such_option(begins: str, context: Any, arguments: Sequence[str]) -> str:
+def _no_such_option(begins: str, context: Any, arguments: Sequence[str], program: Any) -> str:
     """Of `-ngl` the parser names only `-n`, and of `-hf` only `-f`, hence the search among the arguments."""
     short = re.compile(rf"-[^-]*{re.escape(begins[1:])}" if len(begins) == 2 else re.escape(begins))
     words = [word for word in arguments if short.match(word)] or [begins]
@@ -48,7 +48,7 @@ def _no_such_option(begins: str, context: Any, arguments: Sequence[str]) -> str:
         )
         return f"no such option {word!r}{advice}"
     name = word.partition("=")[0]
-    owners = [f"`{path}`" for path, verb in _verbs(context.find_root().command) if name in _flags(verb)]
+    owners = [f"`{path}`" for path, verb in _verbs(program) if name in _flags(verb)]
     if owners:
         return f"no such option {name} of `{context.command_path}`; it belongs to {first_few(owners)}"
     near = get_close_matches(name, _flags(context.command), n=1, cutoff=_CLOSE)

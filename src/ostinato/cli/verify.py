@@ -69,7 +69,8 @@ def _verified(model: str, options: LoadOptions) -> tuple[VerifyReport, dict[str,
             modes = None if options.mode == "auto" else (options.mode,)
             verifier = Verifier(loaded, settled.kv_type, n_tokens, activations=settled.activations, modes=modes)
             dense = (lambda: bare.load("cpu", dense=True)) if tiles else None
-            report += replace(verifier, threads=settled.threads).verify(lambda: bare.load("cpu"), detail, dense=dense)
+            again = None if tiles else (lambda: bare.load("cpu"))
+            report += replace(verifier, threads=settled.threads).verify(again, detail, dense=dense)
     return report, {
         "model": model,
         "path": str(bare.checkpoint.path),

@@ -51,11 +51,14 @@ class VerifyReport:
         return all(check.passed for check in self.checks)
 
     def __add__(self, more: VerifyReport) -> VerifyReport:
-        return VerifyReport((*self.checks, *more.checks), {**self.not_run, **more.not_run})
+        """Both; what passed in the first and was checked once more is listed once."""
+        again = {(check.name, check.against) for check in more.checks}
+        kept = [check for check in self.checks if not check.passed or (check.name, check.against) not in again]
+        return VerifyReport((*kept, *more.checks), {**self.not_run, **more.not_run})
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Compared:
     """The result of a comparison, before it becomes a check."""
 
     n_compared: int
@@ -99,17 +102,17 @@ def cases_of(shape: Shape, n_tokens: int, page: int) -> list[Case]:
     return cases
 
 
-def timed(name: str, against: str, comparison: Comparison, run: Callable[[], Found]) -> Check:
+def timed(name: str, against: str, comparison: Comparison, run: Callable[[], Compared]) -> Check:
     started = time.perf_counter()
     return survived(run).check(name, against, comparison, started)
 
 
-def survived(run: Callable[[], Found]) -> Found:
+def survived(run: Callable[[], Compared]) -> Compared:
     """Run a comparison; a loop that dies in it counts as a difference."""
     try:
         return run()
     except EngineDead as error:
-        return Found(0, Difference("a step", "loop", (), "alive until its end", f"dead ({error})"))
+        return Compared(0, Difference("a step", "loop", (), "alive until its end", f"dead ({error})"))
 
 
 def unequal_entries(expected: Sequence[OutEntry], found: Sequence[OutEntry]) -> Difference | None:

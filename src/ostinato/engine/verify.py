@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, zip_longest
 from typing import Any, Final
 
@@ -33,8 +34,8 @@ from ostinato.engine.checks import (
     TOLD,
     Case,
     Check,
+    Compared,
     Comparison,
-    Found,
     VerifyReport,
     cases_of,
     survived,
@@ -85,8 +86,9 @@ class Verifier:
         *,
         dense: Callable[[], LoadedModel] | None = None,
     ) -> VerifyReport:
-        """Run every check that is possible here. `again` loads the same model once more, on the CPU, from its source;
-        `dense` loads it with plain weights for the twins, where the first is packed."""
+        """Run every check that is possible here. `again` loads the same model once more, on the CPU, from its source,
+        where its weights are to be compared; `dense` loads it with plain weights for the twins, where that is
+        packed."""
         found = why_not_model(self.model)
         reasons = {mode: found[mode] for mode in (BASE, *(self.modes or modes_of(kind_of(str(self.model.device)))))}
         if reasons[BASE] is not None:
@@ -96,17 +98,18 @@ class Verifier:
                 raise HardwareCannot(f"mode {mode!r} cannot run here: {reasons[mode]}")
         modes = [mode for mode, reason in reasons.items() if reason is None and mode != BASE]
         checks = []
+        fresh = None
         if again is not None:
             tell("making the model once more, on the CPU")
             fresh = again()
-            checks.append(
-                timed("weights", "the file", "bits", lambda: Found(*compare.compare_weights(self.model, fresh)))
-            )
+            checks.append(timed("weights", "the file", "bits", partial(self.same_weights, fresh)))
+        if dense is not None:
+            fresh = dense()
+        if fresh is not None:
+            assert isinstance(fresh, Model)
             tell("one token through the twins")
-            plain = fresh if dense is None else dense()
-            assert isinstance(plain, Model)
-            checks.append(timed(BASE, "the twins", "tolerance", lambda: self.near_twins(plain)))
-            del fresh, plain
+            checks.append(timed(BASE, "the twins", "tolerance", partial(self.near_twins, fresh)))
+            del fresh
         before = compare.checksums(self.model)
         for mode in modes:
             tell(f"{mode} beside {BASE}")
@@ -114,9 +117,12 @@ class Verifier:
         checks.append(timed("weights", "before the runs", "bits", lambda: same_checksums(self.model, before)))
         return VerifyReport(tuple(checks), {mode: reason for mode, reason in reasons.items() if reason is not None})
 
+    def same_weights(self, fresh: LoadedModel) -> Compared:
+        return Compared(*compare.compare_weights(self.model, fresh))
+
     # One token against the twins (E-28)
 
-    def near_twins(self, fresh: Model) -> Found:
+    def near_twins(self, fresh: Model) -> Compared:
         """The first step of `eager` against the decoder's own flow over another copy of the weights.
 
         Where kernels chose experts, the twins use the same experts, and check that their own scores allow them.
@@ -150,11 +156,11 @@ class Verifier:
         if judge is not None:
             figures |= judge.figures
             if judge.difference is not None:
-                return Found(2, judge.difference, figures)
+                return Compared(2, judge.difference, figures)
         if not apart <= 10 * tolerance:  # log-probabilities are of the order of 10
             wanted = f"within {10 * tolerance:g} of the twins'"
-            return Found(2, Difference("prefill", "logprob", (first.token,), wanted, f"{apart:.3g} off"), figures)
-        return Found(2, _too_far(figures, tolerance, "head"), figures)
+            return Compared(2, Difference("prefill", "logprob", (first.token,), wanted, f"{apart:.3g} off"), figures)
+        return Compared(2, _too_far(figures, tolerance, "head"), figures)
 
     # Mode against mode
 
@@ -168,16 +174,16 @@ class Verifier:
             found = self._earliest(mode, found)
         return found.check(mode, BASE, comparison, started)
 
-    def _beside(self, base: LoopDriver, other: LoopDriver, comparison: Comparison) -> Found:
+    def _beside(self, base: LoopDriver, other: LoopDriver, comparison: Comparison) -> Compared:
         if comparison == "tolerance":
             return self._near(base, other)
         stale = _other_plan(base.runner.plan, other.runner.plan)
         if stale is not None:
-            return Found(0, stale)
+            return Compared(0, stale)
         same = self._same_at_end if other.runner.start.device_paced else self._same_at_every_step
         return same(base, other)
 
-    def _same_at_every_step(self, base: LoopDriver, other: LoopDriver) -> Found:
+    def _same_at_every_step(self, base: LoopDriver, other: LoopDriver) -> Compared:
         """Equal to the bit, after each step of both."""
         for driver in (base, other):
             self._admit(driver)
@@ -191,7 +197,7 @@ class Verifier:
                 break
         return replace(found, n_compared=n_compared)
 
-    def _same_at_end(self, base: LoopDriver, other: LoopDriver, n_steps: int = N_TOKENS) -> Found:
+    def _same_at_end(self, base: LoopDriver, other: LoopDriver, n_steps: int = N_TOKENS) -> Compared:
         """Equal to the bit after the device has run at most this many steps by itself."""
         for driver in (base, other):
             self._admit(driver, most=n_steps + 1)
@@ -200,7 +206,7 @@ class Verifier:
             pass
         return compare_state(base, other, None)
 
-    def _earliest(self, mode: str, found: Found) -> Found:
+    def _earliest(self, mode: str, found: Compared) -> Compared:
         """The difference in the shortest run that has one: after the first difference everything else differs too."""
         for n_steps in range(1, N_TOKENS):
             with self._both(mode) as (base, other):
@@ -214,7 +220,7 @@ class Verifier:
         with closing(self._opened(BASE)) as base, closing(self._opened(mode)) as other:
             yield base, other
 
-    def _near(self, base: LoopDriver, other: LoopDriver) -> Found:
+    def _near(self, base: LoopDriver, other: LoopDriver) -> Compared:
         """Equal greedy tokens, and logits of the last step that are near enough.
 
         Where two tokens are equally likely within the tolerance, either may be chosen: the answer is compared up to
@@ -233,18 +239,18 @@ class Verifier:
                     continue
                 if not _tied(one, two, tolerance):
                     place = (one.slot, one.position)
-                    return Found(n_compared, Difference("sample", "token", place, str(one.token), str(two.token)))
+                    return Compared(n_compared, Difference("sample", "token", place, str(one.token), str(two.token)))
                 ties += 1
                 break
             else:
                 if len(expected) != len(found):
-                    return Found(1, Difference("sample", "tokens", (), str(len(expected)), str(len(found))))
+                    return Compared(1, Difference("sample", "tokens", (), str(len(expected)), str(len(found))))
         figures = {"ties": float(ties), "tolerance": tolerance}
         if ties:
-            return Found(n_compared, None, figures)
+            return Compared(n_compared, None, figures)
         wanted, row = (compare.host_row(_buffer(driver.runner, "logits")) for driver in (base, other))
         figures |= _nearness(row, wanted)
-        return Found(1 + n_compared, _too_far(figures, tolerance, "head"), figures)
+        return Compared(1 + n_compared, _too_far(figures, tolerance, "head"), figures)
 
     # The sequences
 
@@ -306,26 +312,26 @@ def _tied(one: OutEntry, two: OutEntry, tolerance: float) -> bool:
     return max(told.values()) - told[two.token] <= 10 * tolerance  # log-probabilities are of the order of 10
 
 
-def same_checksums(model: LoadedModel, before: Mapping[str, int]) -> Found:
+def same_checksums(model: LoadedModel, before: Mapping[str, int]) -> Compared:
     """Check that the weights have not changed since `before`."""
     for name, now in compare.checksums(model).items():
         if now != before[name]:
-            return Found(len(before), Difference("a step", name, (), "as it was loaded", "changed"))
-    return Found(len(before))
+            return Compared(len(before), Difference("a step", name, (), "as it was loaded", "changed"))
+    return Compared(len(before))
 
 
 # State
 
 
-def compare_state(base: LoopDriver, other: LoopDriver, step: int | None) -> Found:
+def compare_state(base: LoopDriver, other: LoopDriver, step: int | None) -> Compared:
     """Compare what the nodes wrote, in the order of the plan; then table, control words and outbox entries."""
     n = 0
     for n, (node, name, expected, found) in enumerate(_pairs(base.runner, other.runner), start=1):
         difference = first_difference(node, name, expected, found)
         if difference is not None:
-            return Found(n, replace(difference, step=step))
+            return Compared(n, replace(difference, step=step))
     difference = _compare_words(base, other) or unequal_entries(base.entries, other.entries)
-    return Found(n + 2, None if difference is None else replace(difference, step=step))
+    return Compared(n + 2, None if difference is None else replace(difference, step=step))
 
 
 def _pairs(base: Runner, other: Runner) -> Iterator[tuple[str, str, Any, Any]]:

@@ -16,7 +16,7 @@ from ostinato.backends.base import PAGE_TOKENS, Settled
 from ostinato.backends.compare import Difference, array_sums, unequal_weights
 from ostinato.backends.native.backend import NativeRunner
 from ostinato.backends.native.library import chosen_level, cpu_library, plainest_level
-from ostinato.engine.checks import N_SLOTS, TOLD, Case, Check, Found, VerifyReport, cases_of, timed, unequal
+from ostinato.engine.checks import N_SLOTS, TOLD, Case, Check, Compared, VerifyReport, cases_of, timed, unequal
 from ostinato.engine.driver import LoopDriver
 from ostinato.errors import HardwareCannot
 
@@ -44,7 +44,7 @@ class NativeVerifier:
     def verify(self, again: Callable[[], LoadedModel], tell: Callable[[str], None]) -> VerifyReport:
         """Run every check. `again` loads the same model once more from its file."""
         tell("reading the weights once more")
-        checks = [timed("weights", "the file", "bits", lambda: Found(*unequal_weights(self.model, again())))]
+        checks = [timed("weights", "the file", "bits", lambda: Compared(*unequal_weights(self.model, again())))]
         before, not_run = array_sums(self.model), {}
         tell("the native loop, several times")
         entries = self.entries()
@@ -100,13 +100,13 @@ class NativeVerifier:
     def _cases(self) -> list[Case]:
         return cases_of(self.model.shape, self.n_tokens, PAGE_TOKENS["cpu"])
 
-    def _unchanged(self, before: dict[str, int]) -> Found:
+    def _unchanged(self, before: dict[str, int]) -> Compared:
         changed = [name for name, now in array_sums(self.model).items() if now != before[name]]
         wrong = Difference("a step", changed[0], (), "as it was loaded", "changed") if changed else None
-        return Found(len(before), wrong)
+        return Compared(len(before), wrong)
 
 
-def same_answers(expected: Sequence[OutEntry], found: Sequence[OutEntry]) -> Found:
+def same_answers(expected: Sequence[OutEntry], found: Sequence[OutEntry]) -> Compared:
     """Compare what was sent for each slot, in its order; the order among slots may differ."""
     pairs: list[tuple[str, tuple[int, ...], object, object]] = [
         (f"outbox.{name}", (slot, number), getattr(one, name), getattr(two, name))
@@ -115,7 +115,7 @@ def same_answers(expected: Sequence[OutEntry], found: Sequence[OutEntry]) -> Fou
         for name in _COMPARED
     ]
     pairs.append(("outbox", (), f"{len(expected)} entries", f"{len(found)} entries"))
-    return Found(len(pairs), unequal("step boundary", pairs))
+    return Compared(len(pairs), unequal("step boundary", pairs))
 
 
 def _of(slot: int, entries: Sequence[OutEntry]) -> list[OutEntry]:

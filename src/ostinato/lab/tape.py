@@ -16,6 +16,7 @@ from statistics import median
 from typing import Final
 
 from ostinato.backends.base import PAGE_TOKENS
+from ostinato.backends.machine import kind_of
 from ostinato.backends.tape.plan import CLOCKED_A_LAYER
 from ostinato.backends.tape.start import TapeLoop
 from ostinato.engine.choose import settle_model, why_not_model
@@ -134,7 +135,7 @@ def recorded(model: LoadedModel, *, n_prompt: int, n_gen: int, kv_type: KVType) 
     if reason is not None:
         raise HardwareCannot(f"the tape cannot run here: {reason}")
     context = n_prompt + n_gen + 2
-    n_pages = 2 * -(-context // PAGE_TOKENS[model.device.type])
+    n_pages = 2 * -(-context // PAGE_TOKENS[kind_of(str(model.device))])
     settled = settle_model(model, "persistent", context=context, n_pages=n_pages, kv_type=kv_type)
     with closing(LoopDriver(open_runner(model, settled))) as driver:
         start = driver.runner.start

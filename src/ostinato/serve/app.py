@@ -9,7 +9,6 @@ import base64
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from ostinato import __version__
 from ostinato.errors import OstinatoError
 from ostinato.serve.chat import chat, template_text
 from ostinato.serve.completions import complete
@@ -89,7 +89,7 @@ def create_app(service: Service) -> ASGIApp:
     """Everything that a client can reach."""
     app = FastAPI(
         title="Ostinato",
-        version=version("ostinato"),
+        version=__version__,
         summary="OpenAI-compatible answers from a loop that the device owns.",
         docs_url=None,
         redoc_url=None,

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
+from ostinato import __version__
 from ostinato.engine.stats import Stats
 from ostinato.engine.token_queue import TokenDispatcher, TokenQueue
 from ostinato.errors import OstinatoError
@@ -202,7 +202,7 @@ class Service:
             "ready": self.state == "ready",
             "why": self.why or None,
             "model": self.model_id,
-            "version": version("ostinato"),
+            "version": __version__,
             "restarts": self.restarts,
         }
         if llm is None:

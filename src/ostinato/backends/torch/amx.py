@@ -13,11 +13,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from ostinato.backends.machine import cpu_line
+from ostinato.backends.machine import cpu_line, package_version
 from ostinato.files import store
 from ostinato.processes import python_command
 
@@ -28,7 +27,8 @@ TRY: Final = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.
 
 def limit_early() -> None:
     """Where AMX is known to fail and torch is not loaded yet, keep it off for this process."""
-    if "torch" not in sys.modules and LIMIT not in os.environ and _remembered().get(_this_cpu()) is False:
+    known = {} if "torch" in sys.modules or LIMIT in os.environ else _remembered()
+    if known and known.get(_this_cpu()) is False:
         os.environ[LIMIT] = WITHOUT_AMX
 
 
@@ -59,7 +59,7 @@ def amx_works() -> bool:
 
 
 def _this_cpu() -> str:
-    return f"{cpu_line('model name')}, torch {version('torch')}"
+    return f"{cpu_line('model name')}, torch {package_version('torch')}"
 
 
 def _note() -> Path:
