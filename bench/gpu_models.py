@@ -25,7 +25,6 @@ from ostinato.engine.load import load_model
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.lab.random_weights import DTYPES, random_model
 from ostinato.models.blocks import Norm
-from ostinato.models.header import tensors_in
 from ostinato.models.named_shapes import SHAPES
 from ostinato.models.registry import read_shape
 from ostinato.models.rope import Rope
@@ -90,7 +89,7 @@ def _made(name: str, type: str, device: torch.device) -> Model:
 def in_tiles(model: Model) -> Model:
     """A model as the CPU's loop wants it, where that can play it."""
     dense = all(isinstance(tensor, Tensor) and tensor.dtype == torch.float32 for _, tensor in tensors_of(model, ""))
-    return tiled(model) if dense and why_not_blocks(model.shape, tensors_in(model)) is None else model
+    return tiled(model) if dense and why_not_blocks(model.shape) is None else model
 
 
 def moved(model: Model, device: torch.device, dtype: torch.dtype | None = None) -> Model:

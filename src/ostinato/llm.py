@@ -27,7 +27,7 @@ from ostinato.engine.answer import Answer, Origin, TokenLogprob
 from ostinato.engine.answer import Completion as Completion
 from ostinato.engine.answer import Piece as Piece
 from ostinato.engine.answer import Timings as Timings
-from ostinato.engine.choose import choose
+from ostinato.engine.choose import backend_of, choose
 from ostinato.engine.defaults import default_sampling
 from ostinato.engine.engine import Engine
 from ostinato.engine.load import load_model
@@ -39,11 +39,12 @@ from ostinato.engine.request import (
     RequestMessage,
     RequestSpec,
     Token,
+    check_generates,
     check_prompt,
 )
 from ostinato.engine.saved import largest_state_bytes, load_sequence, save_sequence
 from ostinato.engine.stats import SlotView, Stats
-from ostinato.engine.texts import TextLogprobs, logits_of, logprobs_of, vectors_of
+from ostinato.engine.texts import TextLogprobs, logits_of, logprobs_of, scores_of, vectors_of
 from ostinato.errors import BadFile, BadInput, BadOption, QueueFull, Unsupported, listing
 from ostinato.extras import check_extra
 from ostinato.files import store
@@ -168,7 +169,7 @@ class LLM:
         constrain = Grammars(self.tokenizer, shape.vocab).matcher
         self._loop_engine = (
             Engine(model, settled, eog_ids=ends, n_tokens=n_tokens, queue=self._options.queue, constrain=constrain)
-            if shape.causal
+            if shape.causal or backend_of(settled).opens_encoders
             else None
         )
         if self._loop_engine is not None:
@@ -176,7 +177,7 @@ class LLM:
             model, settled = self._loop_engine.runner.model, self._loop_engine.runner.settled
         self.shape, self._model = shape, model
         self._encoder: TextEncoder | None = None
-        if not shape.causal:
+        if self._loop_engine is None:
             from ostinato.backends.torch.backend import model_of
             from ostinato.decoder.cells.text_encoder import TextEncoder
 
@@ -189,7 +190,7 @@ class LLM:
     def __repr__(self) -> str:
         if self._closed:
             return f"<LLM {self.name}, closed>"
-        slots = "an encoder" if self._loop_engine is None else f"{self._settled.n_slots} slots"
+        slots = "an encoder" if not self.shape.causal else f"{self._settled.n_slots} slots"
         return f"<LLM {self.name} on {self.device}, {self.mode}, context {self.context}, {slots}>"
 
     @property
@@ -568,7 +569,7 @@ class LLM:
             return np.empty((0, self.shape.hidden), np.float32)
         ids = [self.tokenize(text) if isinstance(text, str) else _ids(text) for text in several]
         if self._encoder is None:
-            vectors = vectors_of(self._engine, ids, wanted)
+            vectors = vectors_of(self._text_engine, ids, wanted)
         else:
             for text in ids:
                 check_prompt(text, shape=self.shape, context=self.context)
@@ -598,7 +599,7 @@ class LLM:
         for pair in pairs:
             check_prompt([*pair[0], *pair[1]], shape=self.shape, context=self.context)
         if self._encoder is None:
-            return vectors_of(self._engine, [[*first, *second] for first, second in pairs], "rank")
+            return scores_of(self._text_engine, pairs)
         return self._encoder.pairs(pairs)
 
     # Memory
@@ -706,8 +707,14 @@ class LLM:
     @property
     def _engine(self) -> Engine:
         self._opened.check()
-        if self._loop_engine is None:
-            raise Unsupported(f"{self.shape.family} is an encoder: it embeds text and generates none")
+        check_generates(self.shape)
+        return self._text_engine
+
+    @property
+    def _text_engine(self) -> Engine:
+        """The engine, also of an encoder, whose texts it takes."""
+        self._opened.check()
+        assert self._loop_engine is not None
         return self._loop_engine
 
     def _check_usable(self) -> None:

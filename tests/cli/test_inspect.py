@@ -179,8 +179,8 @@ def test_what_becomes_of_a_type_on_the_cpu_is_said(ostinato: RunCli, tiny_files:
     mixed = ostinato("inspect", tiny_models.gguf("llama-quantised", tiny_files)).out
     assert mixed.count("stay packed on the CPU") == 2  # Q8_0 and Q4_0; its F32 are norms
     assert "can run it on a CPU" in mixed
-    unknown = ostinato("inspect", tiny_models.gguf("gpt2", tiny_files)).out
-    assert "cannot: the native loop has no learned positions" in unknown
+    unknown = ostinato("inspect", tiny_models.gguf("mamba", tiny_files)).out
+    assert "cannot: the native loop has no recurrent layers" in unknown
 
 
 @pytest.mark.parametrize(

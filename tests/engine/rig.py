@@ -20,7 +20,6 @@ from ostinato.engine.driver import GREEDY as GREEDY
 from ostinato.engine.driver import LoopDriver
 from ostinato.engine.open import open_runner
 from ostinato.loop.layout import Word
-from ostinato.models.header import tensors_in
 from ostinato.options import KVType, Sampling
 from tests.backends.native.tiled import tiled
 from tests.random_model import MemoryKind, random_model
@@ -81,7 +80,7 @@ def open_loop(
     """A driver of a new loop; close it with `driver.runner.close()`."""
     model = model or random_model(kind)
     if mode in ("loop", "auto") and isinstance(model.embedding, Tensor):
-        if why_not_blocks(model.shape, tensors_in(model)) is None:
+        if why_not_blocks(model.shape) is None:
             model = tiled(model)
         else:
             mode = TWIN

@@ -280,7 +280,7 @@ def test_they_are_dense_where_that_was_asked_for(tiny_gguf: Path, words: dict[st
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("gpt2", "the native loop has no learned positions"), ("mamba2", "the native loop has no recurrent layers")],
+    [("mamba", "the native loop has no recurrent layers"), ("mamba2", "the native loop has no recurrent layers")],
 )
 def test_a_model_that_it_cannot_express_runs_eager_and_it_is_said(name: str, reason: str, tiny_files: Path) -> None:
     path = tiny.gguf(name, tiny_files)

@@ -13,7 +13,7 @@ from ostinato import LLM
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.decoder import Decoder
 from ostinato.decoder.cells.text_encoder import BATCH_TOKENS
-from ostinato.errors import BadFile, BadInput, Unsupported
+from ostinato.errors import BadFile, BadInput, PromptTooLong, Unsupported
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.models.registry import read_shape
 from tests.models import plain_memory, tiny, tiny_encoders
@@ -159,10 +159,12 @@ def test_a_pooling_type_without_a_head_or_a_meaning_is_refused(
 # Through the encode path
 
 
+@pytest.mark.parametrize("mode", ["loop", "eager"])
 @pytest.mark.parametrize(("name", "form"), tiny_encoders.CASES, ids=lambda part: part)
-def test_embeddings_of_texts_equal_those_of_transformers(name: str, form: str, tiny_files: Path) -> None:
+def test_embeddings_of_texts_equal_those_of_transformers(name: str, form: str, mode: str, tiny_files: Path) -> None:
     ids = [tiny_encoders.ids_of(text) for text in tiny_encoders.TEXTS]
-    with LLM(tiny_encoders.written(name, form, tiny_files), device="cpu") as llm:
+    with LLM(tiny_encoders.written(name, form, tiny_files), device="cpu", mode=mode) as llm:
+        assert llm.mode == mode
         assert [llm.tokenize(text) for text in tiny_encoders.TEXTS] == ids
         found = torch.from_numpy(llm.embed(tiny_encoders.TEXTS))
     if name in RANKERS:
@@ -172,14 +174,29 @@ def test_embeddings_of_texts_equal_those_of_transformers(name: str, form: str, t
     assert_close(found, wanted, atol=tiny.TOLERANCE, rtol=0)
 
 
-def test_a_text_is_embedded_alike_alone_and_among_others(tiny_files: Path) -> None:
-    with LLM(tiny_encoders.gguf("nomic-bert", tiny_files), device="cpu") as llm:
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_embeddings_of_a_shape_that_people_use_are_those_of_transformers(pooling: str, tiny_files: Path) -> None:
+    """Six layers of 384, heads of 32, as MiniLM has them; texts of every length up to its positions."""
+    texts = [[2, *[5 + (i * 7 + n) % 290 for i in range(n - 2)], 3] for n in (3, 17, 130, 255, 257, 512)]
+    with LLM(tiny_encoders.folder("minilm", tiny_files), device="cpu") as llm:
+        assert (llm.mode, llm.shape.head_width) == ("loop", 32)
+        found = llm.embed(texts, pooling)
+        with pytest.raises(PromptTooLong, match="513 tokens and the context holds 512"):
+            llm.embed([texts[-1] + [3]])
+    for text, vector in zip(texts, found, strict=True):
+        rows = tiny_encoders.rows("minilm", text)
+        wanted = torch.nn.functional.normalize(rows[0] if pooling == "cls" else rows.mean(0), dim=0)
+        assert float(torch.from_numpy(vector) @ wanted) >= 0.99999
+
+
+def test_torch_embeds_a_text_alike_alone_and_among_others(tiny_files: Path) -> None:
+    with LLM(tiny_encoders.gguf("nomic-bert", tiny_files), device="cpu", mode="eager") as llm:
         together = llm.embed(tiny_encoders.TEXTS)
         alone = np.concatenate([llm.embed(text) for text in tiny_encoders.TEXTS])
     np.testing.assert_allclose(together, alone, atol=1e-5, rtol=0)
 
 
-def test_many_texts_of_any_length_go_in_few_batches(tiny_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_takes_many_texts_of_any_length_in_few_batches(tiny_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     decode = Decoder.decode
 
@@ -189,7 +206,7 @@ def test_many_texts_of_any_length_go_in_few_batches(tiny_files: Path, monkeypatc
         return decode(decoder, batch)
 
     monkeypatch.setattr(Decoder, "decode", counted)
-    with LLM(tiny_encoders.gguf("nomic-bert", tiny_files), device="cpu", context=64) as llm:
+    with LLM(tiny_encoders.gguf("nomic-bert", tiny_files), device="cpu", mode="eager", context=64) as llm:
         texts = [[2, *[5 + (i * 7 + n) % 90 for i in range(n)], 3] for n in (1, 50, 30, 62, 8) * 12]
         together = llm.embed(texts)
         assert len(sizes) == 4
@@ -206,10 +223,13 @@ def test_an_encoder_generates_nothing_and_says_so(tiny_files: Path) -> None:
         llm.generate("the time")
 
 
+@pytest.mark.parametrize("mode", ["loop", "eager"])
 @pytest.mark.parametrize(("name", "form"), [c for c in tiny_encoders.CASES if c[0] in RANKERS], ids=lambda part: part)
-def test_ranking_a_text_for_a_query_gives_the_scores_of_transformers(name: str, form: str, tiny_files: Path) -> None:
+def test_ranking_a_text_for_a_query_gives_the_scores_of_transformers(
+    name: str, form: str, mode: str, tiny_files: Path
+) -> None:
     ids, types = tiny_encoders.pair()
-    with LLM(tiny_encoders.written(name, form, tiny_files), device="cpu") as llm:
+    with LLM(tiny_encoders.written(name, form, tiny_files), device="cpu", mode=mode) as llm:
         found = torch.from_numpy(llm.rank(tiny_encoders.PAIR[0], [tiny_encoders.PAIR[1], tiny_encoders.PAIR[0]]))
     assert found.shape[0] == 2
     assert_close(found[0], tiny_encoders.scores(name, ids, types), atol=tiny.TOLERANCE, rtol=0)

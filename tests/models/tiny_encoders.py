@@ -29,6 +29,13 @@ _BASE: Final[Mapping[str, Any]] = {
     "layer_norm_eps": 1e-12,
     "pad_token_id": 0,
 }
+_MINILM: Final[Mapping[str, Any]] = {
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 512,
+}
 TEXTS: Final = (
     "The people said that it was time.",
     "who was there when we were all up?",
@@ -60,6 +67,7 @@ ENCODERS: Final[Mapping[str, TinyEncoder]] = MappingProxyType(
         "bert-masked": _made("BertForMaskedLM", "bert"),
         "bert-rank": _made("BertForSequenceClassification", "bert", num_labels=1),
         "bert-classes": _made("BertForSequenceClassification", "bert", num_labels=3),
+        "minilm": _made("BertModel", None, **_MINILM),
         "nomic-bert": _made("NomicBertModel", "nomic-bert", "mean"),
         "nomic-bert-rank": _made("NomicBertForSequenceClassification", None, num_labels=2),
     }
@@ -70,7 +78,7 @@ CASES: Final = [
     (name, form)
     for name, encoder in ENCODERS.items()
     for form in ("gguf", "current", "original")
-    if form != "gguf" or (encoder.architecture is not None and name != "bert-last")
+    if name != "minilm" and (form != "gguf" or (encoder.architecture is not None and name != "bert-last"))
 ]
 
 

@@ -51,7 +51,8 @@ class ChunkPart:
 
     `slot`: the slot whose first token is sampled from the last row (`Chunks.first`), or whose recurrent state advances;
     None for a sequence that holds no slot. `outputs`: which rows are asked for, by their index in `tokens`.
-    `rope_set`: of the frequencies that rotate the sequence (`Shape.rope_set`).
+    `rope_set`: of the frequencies that rotate the sequence (`Shape.rope_set`). `segments`: of an encoder's pair of
+    texts, which of the two each token is of; empty where all are of the first.
     """
 
     tokens: Sequence[int]
@@ -60,6 +61,7 @@ class ChunkPart:
     slot: int | None = None
     outputs: Sequence[int] = ()
     rope_set: int = 0
+    segments: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +272,7 @@ class Backend(Protocol):
     activations: tuple[Activations, ...]  # that it multiplies weights with
     kv_types: tuple[KVType, ...]  # that it keeps keys and values in
     alone: bool  # while it runs, nothing else runs on its device
+    opens_encoders: bool  # texts of an encoder are chunks of its runner; else torch's decoder takes them
 
     def why_not_here(self, mode: str, machine: Machine) -> str | None:
         """Why a machine cannot run a mode, whatever the model; None where it can."""

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from ostinato.backends.base import Chunks, SequenceCopy, Settled
+from ostinato.files.unpack import Floats
 from ostinato.loop.guard import Guard
 from ostinato.loop.host import HostSide
 from ostinato.loop.layout import OUTBOX_ENTRIES, Layout, Tables
@@ -68,6 +69,10 @@ class Runner:
 
     def sequence_copy(self) -> SequenceCopy:
         """Copies sequences between this memory and the host."""
+        raise NotImplementedError
+
+    def ranked(self, pooled: Floats) -> Floats:
+        """A pooled row [hidden] of a ranking model to its scores [classes]."""
         raise NotImplementedError
 
     def _wake_event(self) -> WakeEvent:

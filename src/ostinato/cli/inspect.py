@@ -65,7 +65,6 @@ def inspect(
 def describe(checkpoint: Checkpoint, load: LoadOptions) -> dict[str, Any]:
     """Everything in the headers, and under `missing` why some of it could not be read."""
     from ostinato.backends.native.backend import why_not_blocks
-    from ostinato.models.header import tensors_of
     from ostinato.models.registry import read_shape
     from ostinato.text.of_checkpoint import template_sources, tokenizer_of
 
@@ -101,7 +100,7 @@ def describe(checkpoint: Checkpoint, load: LoadOptions) -> dict[str, Any]:
     facts["chat_template"] = attempt(lambda: template_sources(checkpoint)) is not None
     facts["memory"] = _memory(shape, n_parameters) if shape else None
     # Of the model alone; `doctor` says whether this machine has a native loop.
-    facts["native_loop"] = {"why_not": why_not_blocks(shape, tensors_of(checkpoint))} if shape else None
+    facts["native_loop"] = {"why_not": why_not_blocks(shape)} if shape else None
     plan = attempt(lambda: planned(checkpoint, shape, load)) if shape else None
     facts["plan"] = None if plan is None else plan_facts(plan)
     facts["missing"] = missing

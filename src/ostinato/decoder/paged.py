@@ -25,6 +25,7 @@ class PagedSequence:
     shared: bool
     slot: int | None = None
     n_held: int = 0  # positions in memory
+    segments: Sequence[int] = ()  # of an encoder's pair of texts, which of the two each token is of
 
     @property
     def n_left(self) -> int:
@@ -66,6 +67,7 @@ class PagedSequences:
         shared: bool = True,
         least_left: int | None = None,
         rope_set: int = 0,
+        segments: Sequence[int] = (),
     ) -> PagedSequence | None:
         """Lease pages for a sequence that may grow to n_positions; None, and no change, while too few are free.
 
@@ -82,7 +84,7 @@ class PagedSequences:
         # The new sequence takes the place of the kept one, or its state will be overwritten.
         if kept is not None or (self._recurs and self._kept is not None and self._kept.slot == slot):
             self.forget()
-        return PagedSequence(tokens, lease, shared and kept is None, slot, 0 if kept is None else n_held)
+        return PagedSequence(tokens, lease, shared and kept is None, slot, 0 if kept is None else n_held, segments)
 
     def keep(self, sequence: PagedSequence, tokens: Sequence[int], n_written: int) -> None:
         """Release its pages, but keep those of its first tokens until they are needed, unless the loop has written
@@ -109,10 +111,12 @@ class PagedSequences:
     def plan(self, part: SequencePart) -> ChunkPart:
         """A part as the backend's chunk takes it. Layers that see a window get the pages that it writes now."""
         sequence, start = part.sequence, part.sequence.n_held
-        tokens = list(sequence.tokens[start : start + part.n])
+        rows = slice(start, start + part.n)
+        tokens, segments = list(sequence.tokens[rows]), sequence.segments[rows]
         self.reserve.cover(sequence.lease, start, start + part.n)
         lease = sequence.lease
-        return ChunkPart(tokens, start, self.reserve.tables(lease), sequence.slot, part.outputs, lease.rope_set)
+        tables = self.reserve.tables(lease)
+        return ChunkPart(tokens, start, tables, sequence.slot, part.outputs, lease.rope_set, segments)
 
     def apply(self, part: SequencePart) -> None:
         """Record that a part was computed and is in memory."""

@@ -48,6 +48,11 @@ def pooling(name: str, *, ranks: bool = True) -> Pooling:
     return Pooling(name)
 
 
+def rule_to_rank(stated: str | None) -> Pooling:
+    """Which rows a ranking model ranks: as its file states, else those of cls."""
+    return Pooling(stated) if stated in ("mean", "cls", "last") else Pooling.CLS
+
+
 class _Rule(Protocol):
     """Carries one sequence's rows to one float32 vector."""
 
@@ -116,7 +121,7 @@ class Pooled:
             )
         self.kind = kind
         self._head = head
-        self._rule = rule
+        self.rule = rule  # which rows a vector is made of
         self.clear()
 
     @property
@@ -143,7 +148,7 @@ class Pooled:
 
     def add_rows(self, sequence: int, positions: Ints, rows: NDArray[Any]) -> None:
         """Add rows [n, n_embd_out] of one sequence, at these positions [n]."""
-        carried = self._carried.setdefault(sequence, _RULES[self._rule]())
+        carried = self._carried.setdefault(sequence, _RULES[self.rule]())
         carried.add(positions, rows)
         # The head runs here, so that if it fails, the ubatch can still be rolled back.
         vector = carried.vector()

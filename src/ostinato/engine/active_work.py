@@ -24,9 +24,10 @@ class ActiveText:
 class ActiveWork:
     """Work that has left the queue; mutable, because it moves on from chunk to chunk."""
 
-    def __init__(self, work: Work, flow: PagedFlow, slots: set[int] | None) -> None:
-        """`slots`: for a recurrent model, the set of slots that texts occupy; None where a text needs no slot."""
-        self.work, self._flow, self._slots = work, flow, slots
+    def __init__(self, work: Work, flow: PagedFlow, slots: set[int] | None, *, whole: bool = False) -> None:
+        """`slots`: for a recurrent model, the set of slots that texts occupy; None where a text needs no slot.
+        `whole`: a text is not cut, because its rows see those that follow, as an encoder's do."""
+        self.work, self._flow, self._slots, self._whole = work, flow, slots, whole
         texts, chunks = work.spec.texts, flow.chunks
         self.rows = max(chunks.rows_for(len(text.tokens)) for text in texts)
         self._copy = work.spec.copy  # None once it has begun
@@ -77,7 +78,7 @@ class ActiveWork:
             if len(asked) > outputs_left:
                 asked = asked[:outputs_left]
                 stop = asked.stop
-            if stop == start:
+            if stop == start or (self._whole and stop < len(text.text.tokens)):
                 break
             parts.append(SequencePart(text.sequence, stop - start, range(asked.start - start, asked.stop - start)))
             targets += text.text.targets[asked.start - outputs.start : asked.stop - outputs.start]
@@ -113,7 +114,15 @@ class ActiveWork:
         if copy is not None:
             shared = copy.computes
         least_left = 0 if copy is not None and copy.computes else None
-        sequence = memory.open(text.tokens, n, slot=slot, shared=shared, least_left=least_left, rope_set=text.rope_set)
+        sequence = memory.open(
+            text.tokens,
+            n,
+            slot=slot,
+            shared=shared,
+            least_left=least_left,
+            rope_set=text.rope_set,
+            segments=text.segments,
+        )
         if sequence is not None and copy is not None and not copy.computes:
             memory.fill(sequence)
         elif sequence is not None:

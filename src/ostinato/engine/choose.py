@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from ostinato.backends import cards
-from ostinato.backends.base import Backend, PromptWeights, Settled, WeightLayout, dtype_of, kv_type_of
+from ostinato.backends.base import CHUNK_ROWS, Backend, PromptWeights, Settled, WeightLayout, dtype_of, kv_type_of
 from ostinato.backends.cuda.backend import CUDA
 from ostinato.backends.machine import DeviceKind, Machine
 from ostinato.backends.native.backend import NATIVE
@@ -128,20 +128,18 @@ def decide(case: LoadCase, failed: Mapping[str, str] = MappingProxyType({})) -> 
     _check_options(options, machine, reasons)
     reasons |= failed
     asked = "persistent" if options.mode == "auto" and _only_tape(options, machine) else options.mode
-    if not case.shape.causal:  # an encoder, which does not decode
-        asked, reasons = "eager", dict(failed)
     for mode in [mode for mode in reversed(MODES) if asked in ("auto", mode) and mode not in reasons]:
         settled = _draft(backend_for(mode, machine.kind), mode, case)
         if asked == "auto" and (unasked := _why_not_unasked(settled, case)) is not None:
             reasons[mode] = unasked
             continue
         below = [lower for lower in MODES[: MODES.index(mode)] if lower not in reasons]
-        above = MODES[MODES.index(mode) + 1 :] if case.shape.causal else ()
-        higher = [one for one in above if one in modes_of(machine.kind)]
+        higher = [one for one in MODES[MODES.index(mode) + 1 :] if one in modes_of(machine.kind)]
         return replace(
             settled,
             why_not=tuple(f"{one}: {reasons.get(one, 'not asked for')}" for one in higher),
-            fallback=below[-1] if asked == "auto" and below else None,
+            # No other backend opens an encoder.
+            fallback=below[-1] if asked == "auto" and below and case.shape.causal else None,
         )
     if asked != "auto":
         raise HardwareCannot(f"mode {asked!r} cannot run here: {reasons[asked]}")
@@ -244,7 +242,8 @@ def fit(settled: Settled, case: LoadCase, talk: Talk) -> Settled:
         )
     left = plan.left_for_pages
     settled = replace(settled, context=choose_context(shape, settled, case.options.context, left, talk))
-    return replace(settled, n_pages=choose_pages(shape, settled, left) if shape.causal else 0)
+    runs = shape.causal or backend_of(settled).opens_encoders
+    return replace(settled, n_pages=choose_pages(shape, settled, left) if runs else 0)
 
 
 def _prompts(settled: Settled, case: LoadCase, talk: Talk) -> PromptWeights:
@@ -302,13 +301,15 @@ def choose_context(shape: Shape, settled: Settled, wanted: int | None, free: int
 
 
 def choose_pages(shape: Shape, settled: Settled, free: int) -> int:
-    """Pages for every slot's whole context, or what fits the free memory; at least one whole context."""
-    one, n_slots = settled.max_pages, settled.n_slots
+    """Pages for every slot's whole context, or what fits the free memory; at least one whole context. An encoder keeps
+    nothing: it has pages for the longest text, and for a chunk of texts that fill half of their pages."""
+    one = settled.max_pages
+    most = settled.n_slots * one if shape.causal else max(one, 2 * settled.pages_for(CHUNK_ROWS[settled.kind]))
 
     def needed(n_pages: int) -> int:
         return _kv_bytes(shape, replace(settled, n_pages=n_pages))
 
-    return max(one, bisect_right(range(n_slots * one + 1), free, key=needed) - 1)
+    return max(one, bisect_right(range(most + 1), free, key=needed) - 1)
 
 
 def context_bytes(shape: Shape, settled: Settled) -> int:

@@ -21,7 +21,7 @@ from ostinato.backends.runner import Runner
 from ostinato.engine.constraint import Constrain
 from ostinato.engine.open import open_runner
 from ostinato.engine.queue import RequestQueue
-from ostinato.engine.request import Request, RequestMessage, RequestSpec, check_prompt
+from ostinato.engine.request import Request, RequestMessage, RequestSpec, check_generates, check_prompt
 from ostinato.engine.scheduler import Scheduler
 from ostinato.engine.stats import SlotView, Stats
 from ostinato.engine.work import Work, WorkSpec
@@ -32,6 +32,7 @@ from ostinato.options import DEFAULT_QUEUE, Sampling
 
 if TYPE_CHECKING:
     from ostinato.models.blocks import LoadedModel
+    from ostinato.models.shape import Shape
 
 CLOSE_TIMEOUT_S: Final = 30.0
 
@@ -73,10 +74,10 @@ class Engine:
         except BaseException:
             self._runner.close()
             raise
-        # Prefixes can be shared by pages alone, unless layers recur: a recurrent state belongs to a slot.
-        self._scheduler = Scheduler(
-            self._runner, self._queue, share_prefixes=share_prefixes and model.shape.recurrent is None
-        )
+        # Prefixes can be shared by pages alone, unless layers recur: a recurrent state belongs to a slot. An encoder's
+        # keys and values depend on what follows them.
+        can_share = model.shape.recurrent is None and model.shape.causal
+        self._scheduler = Scheduler(self._runner, self._queue, share_prefixes=share_prefixes and can_share)
         self._ids = count(1)
         # The thread holds no reference to this object, so that an engine without references is closed.
         self._thread = threading.Thread(target=self._scheduler.run, name="ostinato-engine", daemon=True)
@@ -114,6 +115,7 @@ class Engine:
         `resume`: continue the sequence that was kept or loaded last; `keep`: keep this sequence afterwards, to be saved
         or resumed.
         """
+        check_generates(self._shape)
         check_prompt(prompt, shape=self._shape, context=self.context, room=1)
         constraint = None
         if sampling.rule is not None:
@@ -130,6 +132,11 @@ class Engine:
         most = min(room, sampling.max_tokens or room)
         spec = RequestSpec(tuple(prompt), sampling, stop_ids, most, constraint, resume, keep)
         return replace(spec, rope_set=self.rope_set(spec.n_positions))
+
+    @property
+    def shape(self) -> Shape:
+        """The model's family, layers and sizes."""
+        return self._shape
 
     def rope_set(self, n_positions: int) -> int:
         """Which set of frequencies rotates a sequence of at most so many positions, from its admission to its end."""
@@ -159,6 +166,8 @@ class Engine:
 
     def work(self, spec: WorkSpec) -> Work:
         """Ask for rows of texts, first come first served among the requests; returns at once. Read it to its end."""
+        if spec.kind != "hidden" or spec.copy is not None:
+            check_generates(self._shape)
         for text in spec.texts:
             self.check_text(text.tokens)
         work = Work(spec, self._queue.cancel, self.helper)

@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from ostinato.engine.constraint import Constraint
-from ostinato.errors import BadInput, PromptTooLong
+from ostinato.errors import BadInput, PromptTooLong, Unsupported
 from ostinato.loop.start import Helper
 from ostinato.models.shape import Shape
 from ostinato.options import Sampling
@@ -102,6 +102,12 @@ class HeldSequence(NamedTuple):
 
     tokens: list[int]
     rope_set: int = 0
+
+
+def check_generates(shape: Shape) -> None:
+    """Refuse an encoder, where tokens or their probabilities are asked for."""
+    if not shape.causal:
+        raise Unsupported(f"{shape.family} is an encoder: it embeds text and generates none")
 
 
 def check_prompt(ids: Sequence[int], *, shape: Shape, context: int, room: int = 0) -> None:

@@ -255,7 +255,8 @@ class Scheduler:
             self._queue_is_next = False
             if isinstance(one, Work):
                 self._queue.remove(one)
-                self._works.append(ActiveWork(one, self._flow, self._work_slots if self._recurs else None))
+                slots, whole = self._work_slots if self._recurs else None, not self._runner.model.shape.causal
+                self._works.append(ActiveWork(one, self._flow, slots, whole=whole))
             elif one is not None and not self._assign_slot(one):
                 self._first_does_not_fit = self._queue_is_next = True
 

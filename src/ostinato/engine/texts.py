@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ostinato.backends.base import ChunkOutput
-from ostinato.decoder.pooling import Pooled
+from ostinato.decoder.pooling import Pooled, Pooling, rule_to_rank
 from ostinato.decoder.pooling import pooling as pooling_named
 from ostinato.engine.engine import Engine
 from ostinato.engine.work import WorkSpec, WorkText
@@ -49,15 +49,32 @@ def logprobs_of(
     ]
 
 
-def vectors_of(engine: Engine, texts: Sequence[Sequence[int]], pooling: str) -> Floats:
-    """One vector per text, float32 [texts, hidden], from its hidden rows."""
-    pooled = Pooled(pooling_named(pooling, ranks=False))
-    asked = [(ids, pooled.kind.rows_of(len(ids))) for ids in texts]
-    # Tokens after the last row that is asked for are left out: attention is causal, so no row depends on them.
-    cut = [WorkText(ids[: rows.stop], rows, rope_set=engine.rope_set(len(ids))) for ids, rows in asked]
-    work = engine.work(WorkSpec(cut, "hidden"))
-    positions = [iter(rows) for _, rows in asked]
+def vectors_of(
+    engine: Engine, texts: Sequence[Sequence[int]], pooling: str, segments: Sequence[Sequence[int]] | None = None
+) -> Floats:
+    """One vector per text, float32 [texts, hidden], from its hidden rows; or its scores [texts, classes] with pooling
+    `rank`. `segments`: which of two texts each token belongs to, for encoders that tell two apart."""
+    causal, runner = engine.shape.causal, engine.runner
+    kind = pooling_named(pooling, ranks=runner.model.ranking is not None)
+    head = runner.ranked if kind is Pooling.RANK else None
+    pooled = Pooled(kind, head=head, rank_by=rule_to_rank(engine.shape.pooling))
+    asked = [pooled.rule.rows_of(len(ids)) for ids in texts]
+    wanted = [
+        # With causal attention no row depends on tokens after it: those after the last row asked for are left out.
+        WorkText(ids[: rows.stop] if causal else ids, rows, (), engine.rope_set(len(ids)), own)
+        for ids, rows, own in zip(texts, asked, segments or [()] * len(texts), strict=True)
+    ]
+    work = engine.work(WorkSpec(wanted, "hidden"))
+    positions = [iter(rows) for rows in asked]
     for number, output in work:
         assert output.hidden is not None
         pooled.add_rows(number, np.fromiter(islice(positions[number], len(output.hidden)), np.int64), output.hidden)
     return np.stack([vector for _, vector in sorted(pooled.results().items())])
+
+
+def scores_of(engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Floats:
+    """The scores [pairs, classes] of pairs of texts, by a model that ranks."""
+    types = engine.runner.model.type_embedding
+    second_kind = 1 if types is not None and len(types) > 1 else 0
+    segments = [[0] * len(first) + [second_kind] * len(second) for first, second in pairs]
+    return vectors_of(engine, [[*first, *second] for first, second in pairs], "rank", segments)

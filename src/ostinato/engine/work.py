@@ -19,12 +19,14 @@ from ostinato.loop.start import Helper
 @dataclass(frozen=True, slots=True)
 class WorkText:
     """Token ids, and which of their rows are asked for; for log-probabilities, the token that follows each of those.
-    `rope_set` follows from the length of the whole text, of which `tokens` may be the beginning."""
+    `rope_set` follows from the length of the whole text, of which `tokens` may be the beginning. `segments`: of an
+    encoder's pair of texts, which of the two each token is of."""
 
     tokens: Sequence[int]
     outputs: range
     targets: Sequence[int] = ()
     rope_set: int = 0
+    segments: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

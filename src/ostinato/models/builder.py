@@ -239,7 +239,7 @@ class Builder:
         s, types = self.shape, "token_types.weight"
         return ModelBlocks(
             s,
-            self.tensor("token_embd.weight", s.vocab, s.hidden),
+            Matrices(("token_embd.weight",), ((s.vocab, s.hidden),)),
             self.positions() if learned_positions else None,
             layers,
             norm=None,

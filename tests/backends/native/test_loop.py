@@ -33,7 +33,6 @@ from ostinato.engine.driver import LoopDriver
 from ostinato.engine.open import open_runner
 from ostinato.errors import HardwareCannot, InternalError
 from ostinato.loop.layout import Finish, Word
-from ostinato.models.header import tensors_in
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Multipliers
 from ostinato.options import KVType, Sampling
@@ -43,7 +42,6 @@ from tests.counts import soak
 from tests.engine.rig import DEADLINE_S, Driver, held, open_loop
 from tests.random_model import random_model
 
-NATIVE = tuple(family for family in FAMILIES if family != "gpt2")
 PROMPT = [5, 9, 2, 77, 31]
 TOLERANCE = 1e-3
 
@@ -99,7 +97,7 @@ def compare(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> No
 # The same logits
 
 
-@pytest.mark.parametrize("family", NATIVE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_the_logits_of_dense_weights_for_64_steps(family: str) -> None:
     model = family_model(family)
     with closing(opened(tiled(model))) as driver:
@@ -157,6 +155,14 @@ def test_any_head_width_of_whole_lanes_and_odd_sizes_of_all_else(width: int) -> 
     compare(found, forward(model, [*PROMPT, *tokens])[len(PROMPT) : -1])
 
 
+def test_rows_and_feed_forward_blocks_of_odd_widths_with_layer_norms_and_no_gate() -> None:
+    shape = replace(family_model("gpt2").shape, hidden=77, ff_width=83, activation="gelu")
+    model = family_model("gpt2", shape=shape)
+    with closing(opened(tiled(model), threads=3)) as driver:
+        tokens, found = steps_of(driver, PROMPT, most=30)
+    compare(found, forward(model, [*PROMPT, *tokens])[len(PROMPT) : -1])
+
+
 def test_a_window_shorter_than_a_page_and_one_longer_than_a_block_are_seen_alike() -> None:
     for window in (5, 16, 33, 200):
         model = random_model("swa")
@@ -197,7 +203,7 @@ def bits_of(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2"])
 @pytest.mark.parametrize("kv_type", ["f32", "q8_0"])
 def test_bits_do_not_depend_on_threads_neighbours_or_cuts(family: str, kv_type: KVType) -> None:
     model = tiled(family_model(family))
@@ -213,7 +219,7 @@ def test_bits_do_not_depend_on_threads_neighbours_or_cuts(family: str, kv_type: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2"])
 @pytest.mark.parametrize("level", ["v3", "plain"])
 def test_bits_do_not_depend_on_the_level_of_the_cpu(family: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiled(family_model(family))
@@ -291,41 +297,20 @@ def test_a_long_past_is_shared_out_by_blocks_with_the_same_bits() -> None:
 
 
 def test_what_it_cannot_run_is_told_and_auto_runs_eager() -> None:
-    gpt2 = family_model("gpt2")
-    assert blocks_of(gpt2) == "the native loop has no learned positions"
-    settled = settle_model(tiled_embedding(gpt2), context=64)
+    hybrid = replace(random_model("hybrid"), embedding=tiled(random_model("kv")).embedding)  # it says: in tiles
+    settled = settle_model(hybrid, context=64)
     assert settled.mode == "eager"
-    assert "loop: the native loop has no learned positions" in settled.why_not
-    with pytest.raises(HardwareCannot, match="mode 'loop' cannot run here: the native loop has no learned positions"):
-        settle_model(tiled_embedding(gpt2), "loop", context=64)
+    assert "loop: the native loop has no recurrent layers" in settled.why_not
+    with pytest.raises(HardwareCannot, match="mode 'loop' cannot run here: the native loop has no recurrent layers"):
+        settle_model(hybrid, "loop", context=64)
 
 
-def blocks_of(model: Model) -> str | None:
-    return why_not_blocks(model.shape, tensors_in(model))
-
-
-def tiled_embedding(model: Model) -> Model:
-    """A model that says that its weights are in tiles."""
-    return replace(model, embedding=tiled(random_model("kv")).embedding)
-
-
-def test_blocks_that_it_lacks_are_named_each() -> None:
-    model = random_model("kv")
-    shape, tensors = model.shape, tensors_in(model)
-    assert blocks_of(model) is None
-    layered = {**tensors, "output_norm.bias": replace(tensors["output_norm.weight"], name="output_norm.bias")}
-    assert why_not_blocks(shape, layered) == "the native loop has no layer norm"
-    ungated = {name: tensor for name, tensor in tensors.items() if "ffn_gate" not in name}
-    assert why_not_blocks(shape, ungated) == "the native loop has no feed-forward block without a gate"
-    fused = {
-        name: replace(t, shape=(2 * t.shape[0], t.shape[1])) if "ffn_up" in name else t for name, t in ungated.items()
-    }
-    assert why_not_blocks(shape, fused) is None  # gate and up in one tensor, as phi3 has them
-    assert blocks_of(replace(model, shape=replace(shape, multipliers=Multipliers(head=0.5)))) == (
-        "the native loop has no multipliers"
-    )
-    assert blocks_of(random_model("hybrid")) == "the native loop has no recurrent layers"
-    assert "multiple of 16" in str(blocks_of(random_model("kv", hidden=32)))
+def test_what_it_lacks_is_named() -> None:
+    shape = random_model("kv").shape
+    assert why_not_blocks(shape) is None
+    assert why_not_blocks(replace(shape, multipliers=Multipliers(head=0.5))) == "the native loop has no multipliers"
+    assert why_not_blocks(random_model("hybrid").shape) == "the native loop has no recurrent layers"
+    assert "multiple of 16" in str(why_not_blocks(random_model("kv", hidden=32).shape))
 
 
 def test_dense_weights_are_a_reason() -> None:

@@ -157,16 +157,16 @@ def test_one_tensor_of_all_experts_becomes_a_matrix_for_each() -> None:
     together = torch.cat([dense_of(expert, torch.float32) for expert in experts])
     assert np.array_equal(together.numpy(), dequantize(raw, "Q4_0"))
     assert not experts[0].wide
-    assert tiled_bytes(info) == sum(expert.n_bytes for expert in experts)
+    assert tiled_bytes("m.weight", info) == sum(expert.n_bytes for expert in experts)
 
 
 def test_bytes_are_counted_as_they_are_laid_out() -> None:
     for type in TILE_TYPES:
         rows, cols = 40, 512
         info = TensorInfo("m", (rows, cols), type, len(blocks_of(type, rows, cols).tobytes()))
-        assert tiled_bytes(info) == empty_tiles(type, rows, cols).n_bytes
-        assert tiled_bytes(TensorInfo("m", (1600, cols), type, 0)) <= 1.1 * 40 * info.n_bytes
-    assert tiled_bytes(TensorInfo("norm", (100,), "F32", 400)) == 400
+        assert tiled_bytes("m.weight", info) == empty_tiles(type, rows, cols).n_bytes
+        assert tiled_bytes("m.weight", TensorInfo("m", (1600, cols), type, 0)) <= 1.1 * 40 * info.n_bytes
+    assert tiled_bytes("m.weight", TensorInfo("norm", (100,), "F32", 400)) == 400
 
 
 @given(st.lists(st.floats(-100, 100, width=32), min_size=32, max_size=32))

@@ -16,7 +16,7 @@ from ostinato.backends.torch.weight import Weight, dense_of
 from ostinato.backends.weights import Stack
 from ostinato.files.quants import BLOCKS
 from ostinato.lab.random_weights import random_blocks
-from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear
+from ostinato.models.blocks import MLP, AnyLayer, Attention, Experts, Layer, Linear, PlainMLP, PostNormLayer
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -63,7 +63,6 @@ def tiled(model: Model, pack: Pack | None = None) -> Model:
     pack = pack or plain_tiles()
     shape = model.shape
     assert isinstance(model.embedding, Tensor)
-    assert model.head is not None
     heads = [n * shape.head_width for n in (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)]
 
     def halves(gate_up: Tensor) -> Stack:
@@ -78,23 +77,24 @@ def tiled(model: Model, pack: Pack | None = None) -> Model:
         parts = Stack(tuple(pack(part) for part in torch.split(block.qkv.weight, heads)))
         return replace(block, qkv=replace(block.qkv, weight=parts), out=one(block.out))
 
-    def mlp(block: object) -> GatedMLP | Experts:
+    def mlp(block: MLP) -> MLP:
+        if isinstance(block, PlainMLP):
+            return replace(block, up=one(block.up), down=one(block.down))
         if isinstance(block, Experts):
             assert isinstance(block.gate_up, Tensor)
             assert isinstance(block.down, Tensor)
             gate_ups, downs = tuple(map(halves, block.gate_up)), tuple(map(pack, block.down))
             return replace(block, router=one(block.router), gate_up=gate_ups, down=downs)
-        assert isinstance(block, GatedMLP)
         assert isinstance(block.gate_up.weight, Tensor)
         return replace(block, gate_up=replace(block.gate_up, weight=halves(block.gate_up.weight)), down=one(block.down))
 
-    def layer(block: object) -> Layer:
-        assert isinstance(block, Layer)
+    def layer(block: AnyLayer) -> AnyLayer:
+        assert isinstance(block, Layer | PostNormLayer)
         return replace(block, attention=attention(block.attention), mlp=mlp(block.mlp))
 
-    embedding = pack(model.embedding)
-    tied = model.head.weight is model.embedding
-    head = replace(model.head, weight=embedding) if tied else one(model.head)
+    embedding, head = pack(model.embedding), model.head
+    if head is not None:
+        head = replace(head, weight=embedding) if head.weight is model.embedding else one(head)
     return replace(model, embedding=embedding, layers=[layer(block) for block in model.layers], head=head)
 
 
@@ -107,20 +107,21 @@ def dense(model: Model) -> Model:
     def one(linear: Linear) -> Linear:
         return replace(linear, weight=of(linear.weight))
 
-    def layer(block: object) -> Layer:
-        assert isinstance(block, Layer)
+    def layer(block: AnyLayer) -> AnyLayer:
+        assert isinstance(block, Layer | PostNormLayer)
         mlp = block.mlp
         if isinstance(mlp, Experts):
             assert isinstance(mlp.gate_up, tuple)
             assert isinstance(mlp.down, tuple)
             ups, downs = torch.stack([of(w) for w in mlp.gate_up]), torch.stack([of(w) for w in mlp.down])
             mlp = replace(mlp, router=one(mlp.router), gate_up=ups, down=downs)
+        elif isinstance(mlp, PlainMLP):
+            mlp = replace(mlp, up=one(mlp.up), down=one(mlp.down))
         else:
-            assert isinstance(mlp, GatedMLP)
             mlp = replace(mlp, gate_up=one(mlp.gate_up), down=one(mlp.down))
         attention = replace(block.attention, qkv=one(block.attention.qkv), out=one(block.attention.out))
         return replace(block, attention=attention, mlp=mlp)
 
-    assert model.head is not None
     layers = [layer(block) for block in model.layers]
-    return replace(model, embedding=of(model.embedding), layers=layers, head=one(model.head))
+    head = None if model.head is None else one(model.head)
+    return replace(model, embedding=of(model.embedding), layers=layers, head=head)

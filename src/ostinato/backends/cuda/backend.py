@@ -62,6 +62,7 @@ class CudaBackend:
     activations: tuple[Activations, ...] = ("wide",)
     kv_types: tuple[KVType, ...] = ("f32", "f16", "bf16", "q8_0")
     alone = False
+    opens_encoders = False
 
     def why_not_here(self, mode: str, machine: Machine) -> str | None:
         if machine.kind != "cuda":
@@ -73,6 +74,8 @@ class CudaBackend:
     ) -> str | None:
         if machine.kind != "cuda":
             return f"{self.why_not_here(mode, machine)}, and this model is on the CPU"
+        if mode == "eager" and not shape.causal:
+            return None  # torch's own blocks encode, and no kernel of ours
         kv_type = kv_type_of(options, dtype_of(options, machine.kind))
         reason = why_not_blocks(shape) or why_not_kept("the GPU", self.kv_types, kv_type)
         if reason is None and mode == "loop" and shape.recurrent is not None:

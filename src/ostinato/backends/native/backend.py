@@ -12,8 +12,9 @@ from ostinato.backends.memory_rows import FLOAT_BYTES, LIBRARIES, output_row, sh
 from ostinato.backends.native.library import cpu_library, why_no_native
 from ostinato.backends.native.pages import KV_TYPES, NativePages
 from ostinato.backends.runner import Runner
+from ostinato.files.unpack import Floats
 from ostinato.loop.wake import FileWakeEvent
-from ostinato.models.header import HeaderTensors, has_layer_norm, has_learned_positions, has_plain_mlp
+from ostinato.models.header import HeaderTensors
 from ostinato.options import Activations, LoadOptions
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ SAMPLER_BYTES: Final = 28
 
 
 class NativeBackend:
-    """Runs models of causal attention with RMS norms and gated feed-forward blocks or experts, of any weight type."""
+    """Runs models of attention, decoders and encoders, of any weight type."""
 
     name = "native"
     device: DeviceKind = "cpu"
@@ -41,6 +42,7 @@ class NativeBackend:
     activations: tuple[Activations, ...] = ("wide", "int8")
     kv_types = tuple(KV_TYPES)
     alone = False
+    opens_encoders = True
 
     def why_not_here(self, mode: str, machine: Machine) -> str | None:
         return "the native loop is the CPU's" if machine.kind != "cpu" else why_no_native()
@@ -55,7 +57,7 @@ class NativeBackend:
             )
         kv_type = kv_type_of(options, dtype_of(options, machine.kind))
         return (
-            why_not_blocks(shape, tensors)
+            why_not_blocks(shape)
             or why_not_kept("the native loop", self.kv_types, kv_type)
             or self.why_not_here(mode, machine)
         )
@@ -64,15 +66,19 @@ class NativeBackend:
         return "tiles"
 
     def needs(self, shape: Shape, tensors: HeaderTensors, settled: Settled) -> tuple[MemoryRow, ...]:
+        from ostinato.backends.native.plan import chunk_rows
         from ostinato.backends.native.tile_weights import tiled_bytes
 
         step = settled.n_slots * (shape.hidden + shape.vocab) * FLOAT_BYTES
+        rows = chunk_rows(shape, settled.max_pages * settled.page_tokens)
+        workspace, most = (_workspace_bytes(shape, settled, n) for n in (min(rows, CHUNK_ROWS["cpu"]), rows))
         return without_empty(
-            MemoryRow("weights", sum(map(tiled_bytes, tensors.values()))),
+            MemoryRow("weights", sum(tiled_bytes(name, tensor) for name, tensor in tensors.items())),
             *shared_rows(shape, settled),
             MemoryRow("step buffers", step),
-            MemoryRow("native workspace (about)", _workspace_bytes(shape, settled)),
-            output_row(shape, _chunk_rows(settled)),
+            MemoryRow("native workspace (about)", workspace),
+            MemoryRow("native workspace of long texts (at first use)", most - workspace, on_demand=True),
+            *((output_row(shape, rows),) if shape.causal else ()),
             LIBRARIES,
         )
 
@@ -112,6 +118,12 @@ class NativeRunner(Runner):
 
         return NativeSequenceCopy(self.memory)
 
+    def ranked(self, pooled: Floats) -> Floats:
+        from ostinato.backends.native.ranking import ranked
+
+        assert self.model.ranking is not None
+        return ranked(self.model.ranking, pooled)
+
     def _wake_event(self) -> FileWakeEvent:
         return FileWakeEvent()
 
@@ -137,14 +149,10 @@ class NativeRunner(Runner):
         return plan, NativeLoop(plan, native, self.guard), NativeChunks(native)
 
 
-def why_not_blocks(shape: Shape, tensors: HeaderTensors) -> str | None:
+def why_not_blocks(shape: Shape) -> str | None:
     """Why the native loop cannot express a model; None where it can."""
     checks = (
         (shape.recurrent is not None or not shape.attention, "the native loop has no recurrent layers"),
-        (not shape.causal, f"{shape.family} is an encoder"),
-        (has_learned_positions(tensors), "the native loop has no learned positions"),
-        (has_layer_norm(tensors), "the native loop has no layer norm"),
-        (has_plain_mlp(shape, tensors), "the native loop has no feed-forward block without a gate"),
         (
             bool(shape.head_width % HEAD_LANES),
             f"the native loop wants heads whose width is a multiple of {HEAD_LANES}, and this model's is "
@@ -155,9 +163,9 @@ def why_not_blocks(shape: Shape, tensors: HeaderTensors) -> str | None:
     return next((reason for lacks, reason in checks if lacks), None)
 
 
-def _workspace_bytes(shape: Shape, settled: Settled) -> int:
+def _workspace_bytes(shape: Shape, settled: Settled, chunk_rows: int) -> int:
     """The native loop's activations of a chunk's rows in a layer, and its sampler's lists."""
-    rows = max(settled.n_slots, _chunk_rows(settled))
+    rows = max(settled.n_slots, chunk_rows)
     heads = shape.n_heads * shape.head_width
     qkv = heads + 2 * shape.n_kv_heads * shape.head_width
     experts = shape.experts
@@ -167,11 +175,8 @@ def _workspace_bytes(shape: Shape, settled: Settled) -> int:
     row_bytes += PREPARED_BYTES * widest
     if experts is not None:
         row_bytes += n_used * (FLOAT_BYTES * shape.hidden + PREPARED_BYTES * widest)
-    return rows * row_bytes + (SAMPLER_BYTES * (settled.threads or 1) + FLOAT_BYTES) * shape.vocab
-
-
-def _chunk_rows(settled: Settled) -> int:
-    return min(CHUNK_ROWS["cpu"], settled.max_pages * settled.page_tokens)
+    sampled = shape.vocab if shape.causal else 0
+    return rows * row_bytes + (SAMPLER_BYTES * (settled.threads or 1) + FLOAT_BYTES) * sampled
 
 
 NATIVE: Final = NativeBackend()

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant, output_rows, rows_of_logits
+from ostinato.backends.base import CHUNK_ROWS, ChunkOutput, ChunkPart, ChunkWant, output_rows, rows_of_logits
 from ostinato.backends.native.pages import PAGE_TOKENS
 from ostinato.backends.native.plan import NativeStep, OutputsStruct, PartStruct
 from ostinato.errors import InternalError
@@ -27,10 +27,11 @@ class NativeChunks:
         self._native = native
         self.rows = native.chunk_rows
         self.max_outputs = rows_of_logits(native.vocab, self.rows)
+        self._whole = not native.causal  # texts go through as a whole
         self._logits: Floats | None = None  # behind log-probabilities, from the first of them on
 
     def rows_for(self, n_prompt: int) -> int:
-        return self.rows
+        return max(CHUNK_ROWS["cpu"], n_prompt) if self._whole else self.rows
 
     def run(self, parts: Sequence[ChunkPart], rows: int, want: ChunkWant | None = None) -> ChunkOutput:
         ids = np.array([token for part in parts for token in part.tokens], np.int32)
@@ -44,7 +45,8 @@ class NativeChunks:
         asked = np.array(output_rows(parts, want, self.max_outputs, self._native.vocab), np.int32)
         targets = np.array(want.targets if want is not None else (), np.int32)
         output = self._room(len(asked), want)
-        self._native.chunk((PartStruct * len(placed))(*placed), ids, self._outputs(asked, targets, output, want))
+        outputs = self._outputs(asked, targets, output, want)
+        self._native.chunk((PartStruct * len(placed))(*placed), ids, self._segments(parts), outputs)
         return output
 
     def first(self, slot: int) -> None:
@@ -59,9 +61,23 @@ class NativeChunks:
             n, n_pages = len(part.tokens), min(map(len, part.page_tables))
             if part.start + n > n_pages * PAGE_TOKENS:
                 raise InternalError(f"{n} rows from {part.start} on do not fit into {n_pages} pages")
+            if self._whole and part.start:
+                raise InternalError(f"a text of an encoder is cut at {part.start}, and its rows see each other")
         wrong = ids[(ids < 0) | (ids >= self._native.vocab)]
         if len(wrong):
             raise InternalError(f"a chunk has the id {wrong[0]}, and this model has {self._native.vocab}")
+
+    def _segments(self, parts: Sequence[ChunkPart]) -> Int32s | None:
+        """Which of two texts each row is of; None where all rows are of the first."""
+        if not any(part.segments for part in parts):
+            return None
+        found = np.array([n for part in parts for n in (part.segments or [0] * len(part.tokens))], np.int32)
+        n_rows, n_known = sum(len(part.tokens) for part in parts), self._native.n_segments
+        if len(found) != n_rows or found.min() < 0 or found.max() >= n_known:
+            raise InternalError(
+                f"{len(found)} rows are of segments up to {found.max()}; {n_rows} of {n_known} are there"
+            )
+        return found
 
     def _room(self, n: int, want: ChunkWant | None) -> ChunkOutput:
         """The arrays that the chunk fills."""

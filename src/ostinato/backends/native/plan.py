@@ -22,7 +22,19 @@ from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables
 from ostinato.loop.memory import address_of, host_zeros, memory_in
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
-from ostinato.models.blocks import MLP, Attention, Experts, GatedMLP, Layer, Linear, ModelBlocks, Norm
+from ostinato.models.blocks import (
+    MLP,
+    AnyLayer,
+    Attention,
+    Experts,
+    GatedMLP,
+    Layer,
+    Linear,
+    ModelBlocks,
+    Norm,
+    PlainMLP,
+    PostNormLayer,
+)
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Shape
 from ostinato.options import Activations
@@ -43,13 +55,18 @@ class _Cache(Structure):
     _fields_ = tuple((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales"))
 
 
+class _Norm(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
+
+
 class _Layer(Structure):
     _fields_ = (
-        *((f"{name}_norm", c_void_p) for name in ("attention", "after_attention", "mlp", "after_mlp", "q", "k")),
+        *((name, _Norm) for name in ("attention_norm", "after_attention", "attention_sum")),
+        *((name, _Norm) for name in ("mlp_norm", "after_mlp", "mlp_sum", "q_norm", "k_norm")),
         *((name, _Product) for name in ("qkv", "out", "gate_up", "down", "router")),
         ("experts", c_void_p),
         ("cache", _Cache),
-        *((name, c_int) for name in ("window", "rope", "ff_width", "group")),
+        *((name, c_int) for name in ("window", "rope", "ff_width", "group", "gated")),
     )
 
 
@@ -80,13 +97,16 @@ class _Plan(Structure):
         ("view", _NativeView),
         ("hash", c_uint64),
         ("epoch", c_uint64),
-        *((name, c_void_p) for name in ("layers", "ropes", "norm")),
+        *((name, c_void_p) for name in ("layers", "ropes")),
+        ("norm", _Norm),
+        ("embedding_norm", _Norm),
+        *((name, c_void_p) for name in ("position_embedding", "segment_embedding")),
         ("embedding", TileMatrixStruct),
         ("head", _Product),
         *((name, c_void_p) for name in ("logits", "last", "scratch")),
         *((name, c_int) for name in ("n_layers", "n_ropes", "hidden", "n_heads", "n_kv_heads", "head_width")),
         *((name, c_int) for name in ("widest_ff", "n_experts", "n_used", "renormalise", "activation", "kept", "wide")),
-        *((name, c_int) for name in ("n_threads", "n_slots", "max_pages", "most_rows", "n_tokens", "wake")),
+        *((name, c_int) for name in ("n_threads", "n_slots", "max_pages", "most_rows", "n_tokens", "wake", "causal")),
         *((name, c_float) for name in ("eps", "query_scale", "attention_softcap", "logit_softcap", "embedding_scale")),
     )
 
@@ -111,8 +131,10 @@ class NativeStep:
     ) -> None:
         """`wake`: a file that is written to at every step boundary; -1 for none."""
         self._library, self._kept = _declared(library), _Kept()
-        self.chunk_rows = min(CHUNK_ROWS["cpu"], tables.layout.max_pages * PAGE_TOKENS)
+        self.chunk_rows = chunk_rows(model.shape, tables.layout.max_pages * PAGE_TOKENS)
         self.threads, self.vocab, self.hidden = threads, model.shape.vocab, model.shape.hidden
+        self.n_segments = 1 if model.type_embedding is None else len(model.type_embedding)
+        self.causal = model.shape.causal
         self.n_groups = tables.layout.n_groups
         self.logits = host_zeros((tables.layout.n_slots, model.shape.vocab), np.float32)
         self.last = host_zeros((tables.layout.n_slots, model.shape.hidden), np.float32)
@@ -134,9 +156,17 @@ class NativeStep:
         """One step and its step boundary."""
         self._call("ostinato_step")
 
-    def chunk(self, parts: Array[PartStruct], ids: NDArray[np.int32], outputs: OutputsStruct) -> None:
+    def chunk(
+        self,
+        parts: Array[PartStruct],
+        ids: NDArray[np.int32],
+        segments: NDArray[np.int32] | None,
+        outputs: OutputsStruct,
+    ) -> None:
         """Write rows of some sequences to their pages and compute the requested outputs, between two steps."""
-        self._call("ostinato_chunk", parts, c_int(len(parts)), c_void_p(ids.ctypes.data), byref(outputs))
+        of_ids = None if segments is None else segments.ctypes.data
+        at = c_void_p(ids.ctypes.data), c_void_p(of_ids)
+        self._call("ostinato_chunk", parts, c_int(len(parts)), *at, byref(outputs))
 
     def first(self, slot: int) -> None:
         """The first token of a slot, from the last row that ran for it, by its staged admission."""
@@ -172,16 +202,17 @@ class NativeStep:
         assert isinstance(model.embedding, TileMatrix)
         if model.embedding.wide != wide:
             raise InternalError("the model was packed for other activations than the loop is opened with")
-        assert model.norm is not None
-        assert model.head is not None
         ropes = list(model.frequencies)
         return _Plan(
             view=_NativeView(*tables.addresses, kept.array(tables.layout.words(PAGE_TOKENS))),
             layers=kept.structs(_Layer, [self._layer(layer, shape, memory, ropes) for layer in model.layers]),
             ropes=kept.structs(_Rope, [self._rope(rope, model.frequencies[rope]) for rope in ropes]),
             norm=self._norm(model.norm),
+            embedding_norm=self._norm(model.embedding_norm),
+            position_embedding=self._table(model.position_embedding),
+            segment_embedding=self._table(model.type_embedding),
             embedding=model.embedding.matrix,
-            head=self._product(model.head),
+            head=_Product() if model.head is None else self._product(model.head),
             logits=address_of(self.logits),
             last=address_of(self.last),
             n_layers=shape.n_layers,
@@ -203,6 +234,7 @@ class NativeStep:
             most_rows=self.chunk_rows,
             n_tokens=n_tokens,
             wake=wake,
+            causal=shape.causal,
             eps=shape.norm_eps,
             query_scale=shape.query_scale,
             attention_softcap=shape.attention_softcap or 0.0,
@@ -214,16 +246,25 @@ class NativeStep:
         neighbours = rope.pairing == "neighbours"
         return _Rope(self._kept.floats(frequencies), rope.width // 2, neighbours, rope.amplitude)
 
-    def _layer(self, layer: Any, shape: Shape, memory: NativePages, ropes: list[Rope]) -> _Layer:
-        if not isinstance(layer, Layer) or not isinstance(layer.attention, Attention):
+    def _layer(self, layer: AnyLayer, shape: Shape, memory: NativePages, ropes: list[Rope]) -> _Layer:
+        if not isinstance(layer, Layer | PostNormLayer):
             raise InternalError(f"the native loop was given a layer of {shape.family} that it does not know")
-        attention, number = layer.attention, layer.attention.layer
+        out = self._attention(layer.attention, shape, memory, ropes)
+        if isinstance(layer, Layer):
+            out.attention_norm, out.after_attention = (
+                self._norm(layer.attention_norm),
+                self._norm(layer.after_attention),
+            )
+            out.mlp_norm, out.after_mlp = self._norm(layer.mlp_norm), self._norm(layer.after_mlp)
+        else:
+            out.attention_sum, out.mlp_sum = self._norm(layer.attention_norm), self._norm(layer.mlp_norm)
+        self._set_mlp(out, layer.mlp, shape)
+        return out
+
+    def _attention(self, attention: Attention, shape: Shape, memory: NativePages, ropes: list[Rope]) -> _Layer:
+        number = attention.layer
         rope = shape.ropes[number]
-        out = _Layer(
-            attention_norm=self._norm(layer.attention_norm),
-            after_attention_norm=self._norm(layer.after_attention),
-            mlp_norm=self._norm(layer.mlp_norm),
-            after_mlp_norm=self._norm(layer.after_mlp),
+        return _Layer(
             q_norm=self._norm(attention.q_norm),
             k_norm=self._norm(attention.k_norm),
             qkv=self._product(attention.qkv),
@@ -233,11 +274,13 @@ class NativeStep:
             rope=-1 if rope is None else ropes.index(rope),
             group=memory.group_of[number],
         )
-        self._set_mlp(out, layer.mlp, shape)
-        return out
 
     def _set_mlp(self, out: _Layer, mlp: MLP, shape: Shape) -> None:
-        if isinstance(mlp, GatedMLP):
+        out.gated = not isinstance(mlp, PlainMLP)
+        if isinstance(mlp, PlainMLP):
+            out.ff_width = shape.ff_width
+            out.gate_up, out.down = self._product(mlp.up), self._product(mlp.down)
+        elif isinstance(mlp, GatedMLP):
             out.ff_width = shape.ff_width
             out.gate_up, out.down = self._inner(mlp.gate_up.weight, mlp.gate_up.bias), self._product(mlp.down)
         elif isinstance(mlp, Experts) and isinstance(mlp.gate_up, tuple) and isinstance(mlp.down, tuple):
@@ -251,12 +294,13 @@ class NativeStep:
                 f"the native loop was given a feed-forward block of {shape.family} that it does not know"
             )
 
-    def _norm(self, norm: Norm | None) -> int | None:
+    def _norm(self, norm: Norm | None) -> _Norm:
         if norm is None:
-            return None
-        if norm.bias is not None:
-            raise InternalError("the native loop has no layer norm")
-        return self._kept.floats(norm.weight)
+            return _Norm()
+        return _Norm(self._kept.floats(norm.weight), self._table(norm.bias))
+
+    def _table(self, values: Any | None) -> int | None:
+        return None if values is None else self._kept.floats(values)
 
     def _product(self, linear: Linear) -> _Product:
         if linear.scale is not None:
@@ -277,6 +321,11 @@ class NativeStep:
             out.parts[number] = part.matrix
         out.bias = None if bias is None else self._kept.floats(bias)
         return out
+
+
+def chunk_rows(shape: Shape, context: int) -> int:
+    """Rows of a chunk, at most. An encoder's text goes through as a whole, because its rows see those that follow."""
+    return min(CHUNK_ROWS["cpu"], context) if shape.causal else max(CHUNK_ROWS["cpu"], context)
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:

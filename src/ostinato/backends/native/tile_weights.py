@@ -30,6 +30,7 @@ TILE_ROWS: Final = 16
 # Of the file, packed by one call: enough that the call is nothing beside it, little enough to be shared out.
 PIECE_BYTES: Final = 1 << 20
 _FLOAT32: Final = np.dtype(np.float32)
+EMBEDDINGS: Final = ("position_embd.weight", "token_types.weight")  # added to rows; the tokens' may be a head too
 
 
 def load_tiles(
@@ -142,9 +143,10 @@ def is_matrix(tensor: TensorInfo) -> bool:
     return len(tensor.shape) >= 2
 
 
-def tiled_bytes(tensor: TensorInfo) -> int:
-    """What a tensor takes in memory beside the native loop: tiles, or float32 where it is no matrix."""
-    if not is_matrix(tensor):
+def tiled_bytes(name: str, tensor: TensorInfo) -> int:
+    """What a tensor of this name of ours takes in memory beside the native loop: tiles, or float32 where nothing is
+    multiplied with it."""
+    if not is_matrix(tensor) or name in EMBEDDINGS:
         return tensor.n_elements * _FLOAT32.itemsize
     *outer, rows, cols = tensor.shape
     return int(np.prod(outer, dtype=np.int64)) * tile_bytes(nearest_type(tensor.type), rows, cols)

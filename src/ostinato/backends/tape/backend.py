@@ -72,6 +72,7 @@ class TapeBackend:
     activations: tuple[Activations, ...] = ("wide", "int8")
     kv_types: tuple[KVType, ...] = ("f32", "f16", "bf16")
     alone = True
+    opens_encoders = False
 
     def why_not_here(self, mode: str, machine: Machine) -> str | None:
         if machine.kind != "cuda":

@@ -49,6 +49,7 @@ class TorchBackend:
     activations: tuple[Activations, ...] = ("wide",)
     kv_types = tuple(KV_DTYPES)
     alone = False
+    opens_encoders = False
 
     def why_not_here(self, mode: str, machine: Machine) -> str | None:
         return why_missing("torch", "the reference backend")

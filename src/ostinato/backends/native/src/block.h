@@ -1,9 +1,11 @@
-// What a layer does to a row between products: norms, RoPE, gated activation functions, and routing to experts.
+// What a layer does to a row between products: norms, RoPE, activation functions with and without a gate, and routing to
+// experts.
 //
 // Every function takes one row, and adds in one order. Rows may end inside sixteen lanes: what is beyond counts as 0.
 #pragma once
 
 #include <cmath>
+#include <cstring>
 
 #include "lanes.h"
 
@@ -20,6 +22,42 @@ static inline void rms_norm(const float* x, const float* weight, int n, float ep
     const Lanes scale = lanes(1.0f / std::sqrt(sum(squares) / float(n) + eps));
     for (i = 0; i + LANES <= n; i += LANES) store(y + i, mul(mul(load(x + i), scale), load(weight + i)));
     if (i < n) store_some(y + i, mul(mul(load_some(x + i, n - i), scale), load_some(weight + i, n - i)), n - i);
+}
+
+// y = (x - mean) / sqrt(variance + eps) * weight + bias; in place where y is x. The mean is taken off before squaring, as
+// the twin has it: rows may lie far from 0.
+static inline void layer_norm(const float* x, const float* weight, const float* bias, int n, float eps, float* y) {
+    const int whole = n / LANES * LANES, rest = n - whole;
+    Lanes sums = lanes(0.0f), squares = lanes(0.0f);
+    for (int i = 0; i < whole; i += LANES) sums = add(sums, load(x + i));
+    if (rest) sums = add(sums, load_some(x + whole, rest));
+    const Lanes mean = lanes(sum(sums) / float(n));
+    for (int i = 0; i < whole; i += LANES) {
+        const Lanes apart = sub(load(x + i), mean);
+        squares = fma(apart, apart, squares);
+    }
+    if (rest) {
+        const Lanes apart = keep_first(sub(load_some(x + whole, rest), mean), rest, 0.0f);
+        squares = fma(apart, apart, squares);
+    }
+    const Lanes scale = lanes(1.0f / std::sqrt(sum(squares) / float(n) + eps));
+    for (int i = 0; i < whole; i += LANES)
+        store(y + i, fma(mul(sub(load(x + i), mean), scale), load(weight + i), load(bias + i)));
+    if (rest == 0) return;
+    const Lanes normed = mul(sub(load_some(x + whole, rest), mean), scale);
+    store_some(y + whole, fma(normed, load_some(weight + whole, rest), load_some(bias + whole, rest)), rest);
+}
+
+// The weights of a norm: of a layer norm where there is a bias, else of an RMS norm; no norm where there is no weight.
+struct Norm {
+    const float *weight, *bias;
+};
+
+// y = norm(x), or x where there is none; in place where y is x.
+static inline void normed(const Norm& norm, const float* x, int n, float eps, float* y) {
+    if (norm.bias) layer_norm(x, norm.weight, norm.bias, n, eps, y);
+    else if (norm.weight) rms_norm(x, norm.weight, n, eps, y);
+    else if (y != x) memcpy(y, x, n * sizeof(float));
 }
 
 static inline void add_to(float* x, const float* more, int n) {
@@ -69,6 +107,13 @@ static inline void rotate(float* head, const float* cos_sin, int half, bool neig
 
 static inline Lanes activated(Lanes x, int activation) {
     return activation == SILU ? silu(x) : activation == GELU ? gelu_erf(x) : gelu_tanh(x);
+}
+
+// x = act(x).
+static inline void activate(float* x, int n, int activation) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store(x + i, activated(load(x + i), activation));
+    if (i < n) store_some(x + i, activated(load_some(x + i, n - i), activation), n - i);
 }
 
 // gate = act(gate) * up.

@@ -34,15 +34,18 @@ struct Product {
     const float* bias;  // [rows], or null
 };
 
+// A block takes its norm of the residual, and what it gives is normed by `after` and added to the residual; the sum is
+// normed where norms come behind blocks, as encoders have them.
 struct Layer {
-    const float *attention_norm, *after_attention, *mlp_norm, *after_mlp, *q_norm, *k_norm;  // null: none
-    Product qkv, out, gate_up, down, router;
+    block::Norm attention_norm, after_attention, attention_sum, mlp_norm, after_mlp, mlp_sum, q_norm, k_norm;
+    Product qkv, out, gate_up, down, router;  // gate_up: up alone where there is no gate
     const Product* experts;  // gate_up and down of each in turn, or null
     attention::Cache cache;
     int window;  // positions that it sees; 0: all
     int rope;    // which of the plan's; -1: none
     int ff_width;
     int group;   // which of a sequence's page tables
+    int gated;
 };
 
 struct Rope {
@@ -56,14 +59,16 @@ struct Plan {
     unsigned long long hash, epoch;
     const Layer* layers;
     const Rope* ropes;
-    const float* norm;
+    block::Norm norm, embedding_norm;
+    const float *position_embedding, *segment_embedding;  // [context][hidden] and [segments][hidden], or null
     Matrix embedding;
-    Product head;
+    Product head;             // an encoder has none
     float* logits;            // [slots][vocab]
     float* last;              // [slots][hidden]: of each slot's prompt, the last row behind the last layer
     unsigned char* scratch;   // as long as `scratch_bytes` says
     int n_layers, n_ropes, hidden, n_heads, n_kv_heads, head_width, widest_ff, n_experts, n_used, renormalise;
     int activation, kept, wide, n_threads, n_slots, max_pages, most_rows, n_tokens, wake;
+    int causal;  // else a row sees all rows of its part, which is a whole text
     float eps, query_scale, attention_softcap, logit_softcap, embedding_scale;  // 0: no cap, no scale
 };
 
@@ -118,7 +123,7 @@ struct ForwardPass {
     // The rows that are going through.
     int n_rows = 0;
     bool is_chunk = false;  // rows of parts, one after the other; else each of its own slot
-    const int* tokens = nullptr;
+    const int *tokens = nullptr, *segments = nullptr;  // which of two texts a token is of; null: the first
     const Part* parts = nullptr;
     const Outputs* outputs = nullptr;
     int n_runs = 0, first_slot = 0;
@@ -208,6 +213,7 @@ struct ForwardPass {
     int slot_of(int row) const { return TABLE_row_slot(plan.view)[row]; }
     int token_of(int row) const { return is_chunk ? tokens[row] : TABLE_token(plan.view)[slot_of(row)]; }
     int position_of(int row) const { return is_chunk ? chunk_position[row] : TABLE_position(plan.view)[slot_of(row)]; }
+    int segment_of(int row) const { return is_chunk && segments ? segments[row] : 0; }
     int rope_set_of(int row) const {
         return is_chunk ? parts[part_of[row]].rope_set : TABLE_rope_set(plan.view)[slot_of(row)];
     }
@@ -246,22 +252,30 @@ struct ForwardPass {
         return (few() ? own[m.me].row : normed) + size_t(row) * widest;
     }
 
+    // What a block has made of rows, and the norms on its way into the residual.
+    struct Gain {
+        const float* rows;
+        const block::Norm *after, *sum;
+    };
+
     // The residual gains what the last block made of it, and is normed for the next one.
-    Inputs next_block(team::Member& m, const float* gained, const float* after, const float* norm) {
+    Inputs next_block(team::Member& m, const Gain* gained, const block::Norm& norm) {
         return prepared(m, plan.hidden, [&](int row) {
             float *at = residual(m, row), *to = normed_row(m, row);
-            if (gained) gain(at, gained + size_t(row) * hidden_stride, after, to);
-            block::rms_norm(at, norm, plan.hidden, plan.eps, to);
+            if (gained) gain(at, *gained, row, to);
+            block::normed(norm, at, plan.hidden, plan.eps, to);
             return to;
         });
     }
 
-    void gain(float* at, const float* gained, const float* after, float* room) const {
-        if (after) {
-            block::rms_norm(gained, after, plan.hidden, plan.eps, room);
-            gained = room;
+    void gain(float* at, const Gain& gained, int row, float* room) const {
+        const float* more = gained.rows + size_t(row) * hidden_stride;
+        if (gained.after->weight) {
+            block::normed(*gained.after, more, plan.hidden, plan.eps, room);
+            more = room;
         }
-        block::add_to(at, gained, plan.hidden);
+        block::add_to(at, more, plan.hidden);
+        block::normed(*gained.sum, at, plan.hidden, plan.eps, at);
     }
 
     // --- products ---
@@ -312,13 +326,29 @@ struct ForwardPass {
         }
     }
 
+    // The same without a gate: act(up), [rows][up].
+    void plain_tiles(const Product& w, int ff, const Inputs& in, int n, float* to, int first, int last) const {
+        const int begin = first * LANES, stop = last * LANES < ff ? last * LANES : ff;
+        tiles_of(w, in, n, to, inside_stride, first, last);
+        for (int row = 0; row < n; row++)
+            block::activate(to + size_t(row) * inside_stride + begin, stop - begin, plan.activation);
+    }
+
     // --- the way through ---
+
+    // A row of an embedding beside the tokens', where there is one.
+    void add_embedding(float* at, const float* embedding, int which) const {
+        if (embedding) block::add_to(at, embedding + size_t(which) * plan.hidden, plan.hidden);
+    }
 
     void embed(team::Member& m) {
         each_row(m, [&](int row) {
             float* at = residual(m, row);
             row_of(plan.embedding, token_of(row), at);
             if (plan.embedding_scale != 0) block::scale_by(at, plan.embedding_scale, plan.hidden);
+            add_embedding(at, plan.segment_embedding, segment_of(row));
+            add_embedding(at, plan.position_embedding, position_of(row));
+            block::normed(plan.embedding_norm, at, plan.hidden, plan.eps, at);
         });
         m.each(n_rows, [&](int row) {
             for (int i = 0; i < plan.n_ropes; i++) {
@@ -333,10 +363,10 @@ struct ForwardPass {
 
     void through(team::Member& m) {
         embed(m);
-        const float *gained = nullptr, *after = nullptr;
+        Gain by_mlp{};
         for (int i = 0; i < plan.n_layers; i++) {
             const Layer& layer = plan.layers[i];
-            Inputs in = next_block(m, gained, after, layer.attention_norm);
+            Inputs in = next_block(m, i ? &by_mlp : nullptr, layer.attention_norm);
             product(m, layer.qkv, in, qkv, qkv_stride);
             m.barrier();
             if (is_chunk) attend_chunk(m, layer);
@@ -345,19 +375,20 @@ struct ForwardPass {
             in = prepared(m, attended_stride, [&](int row) { return attended_row(m, layer, row); });
             product(m, layer.out, in, out, hidden_stride);
             m.barrier();
-            in = next_block(m, out, layer.after_attention, layer.mlp_norm);
+            const Gain by_attention{out, &layer.after_attention, &layer.attention_sum};
+            in = next_block(m, &by_attention, layer.mlp_norm);
             if (layer.experts) mlp_experts(m, layer, in);
             else mlp(m, layer, in);
-            gained = out;
-            after = layer.after_mlp;
+            by_mlp = {out, &layer.after_mlp, &layer.mlp_sum};
         }
-        finish_rows(m, after);
+        finish_rows(m, by_mlp);
     }
 
     void mlp(team::Member& m, const Layer& layer, const Inputs& in) {
         int first, last;
         m.share((layer.ff_width + LANES - 1) / LANES, first, last);
-        inner_tiles(layer.gate_up, layer.ff_width, in, n_rows, inside, first, last);
+        if (layer.gated) inner_tiles(layer.gate_up, layer.ff_width, in, n_rows, inside, first, last);
+        else plain_tiles(layer.gate_up, layer.ff_width, in, n_rows, inside, first, last);
         m.barrier();
         const Inputs inner = prepared(m, layer.ff_width, [&](int row) { return inside + size_t(row) * inside_stride; });
         product(m, layer.down, inner, out, hidden_stride);
@@ -366,9 +397,9 @@ struct ForwardPass {
 
     // After the last layer: a step's rows stay with the member that holds them; the last row of a part is written to
     // `last`, where `first` reads it.
-    void finish_rows(team::Member& m, const float* after) {
+    void finish_rows(team::Member& m, const Gain& gained) {
         each_row(m, [&](int row) {
-            gain(residual(m, row), out + size_t(row) * hidden_stride, after, normed_row(m, row));
+            gain(residual(m, row), gained, row, normed_row(m, row));
             if (!is_chunk || (few() && m.me != 0)) return;
             const int slot = parts[part_of[row]].slot;
             if (slot < 0 || (row + 1 < n_rows && part_of[row + 1] == part_of[row])) return;
@@ -377,7 +408,7 @@ struct ForwardPass {
     }
 
     void head(team::Member& m, float* logits) {
-        head_product(m, next_block(m, nullptr, nullptr, plan.norm), n_rows, logits);
+        head_product(m, next_block(m, nullptr, plan.norm), n_rows, logits);
     }
 
     void head_product(team::Member& m, const Inputs& in, int n, float* logits) {
@@ -405,7 +436,7 @@ struct ForwardPass {
             m.share(n, first, last);
             for (int i = first; i < last; i++) {
                 float* to = o.hidden ? o.hidden + size_t(begin + i) * plan.hidden : normed + size_t(i) * hidden_stride;
-                block::rms_norm(residual(m, o.rows[begin + i]), plan.norm, plan.hidden, plan.eps, to);
+                block::normed(plan.norm, residual(m, o.rows[begin + i]), plan.hidden, plan.eps, to);
                 if (o.logits) prepare(in, to, 0, i, i + 1);
             }
             if (!o.logits) continue;
@@ -439,6 +470,13 @@ struct ForwardPass {
         return layer.window > 0 && position + 1 > layer.window ? position + 1 - layer.window : 0;
     }
 
+    // The end of what a row of a chunk sees: itself, or in an encoder the last row of its text.
+    int visible_end(int row) const {
+        if (plan.causal) return position_of(row) + 1;
+        const Part& part = parts[part_of[row]];
+        return part.start + part.n_rows;
+    }
+
     attention::Past past_of(const Layer& layer, int row, int kv) const {
         const int group = plan.n_heads / plan.n_kv_heads;
         const attention::Heads heads{plan.kept, plan.n_kv_heads, group, plan.head_width, plan.attention_softcap};
@@ -449,7 +487,7 @@ struct ForwardPass {
     void query_of(const Layer& layer, int row, int head, float* q) const {
         const int width = plan.head_width;
         memcpy(q, qkv + size_t(row) * qkv_stride + size_t(head) * width, width * sizeof(float));
-        if (layer.q_norm) block::rms_norm(q, layer.q_norm, width, plan.eps, q);
+        block::normed(layer.q_norm, q, width, plan.eps, q);
         rotate(layer, row, q);
         block::scale_by(q, plan.query_scale, width);
     }
@@ -464,7 +502,7 @@ struct ForwardPass {
     void keep(const Layer& layer, int row, const attention::Past& past) const {
         const int width = plan.head_width;
         float* key = qkv + size_t(row) * qkv_stride + size_t(plan.n_heads + past.kv) * width;
-        if (layer.k_norm) block::rms_norm(key, layer.k_norm, width, plan.eps, key);
+        block::normed(layer.k_norm, key, width, plan.eps, key);
         rotate(layer, row, key);
         attention::append(past, position_of(row), key, key + size_t(plan.n_kv_heads) * width);
     }
@@ -581,7 +619,7 @@ struct ForwardPass {
                 const int row = begin + (done + i) / of.group, head = past.kv * of.group + (done + i) % of.group;
                 float* q = mine.queries + size_t(i) * of.width;
                 query_of(layer, row, head, q);
-                queries[i] = {q, first_visible(layer, position_of(row)), position_of(row) + 1};
+                queries[i] = {q, first_visible(layer, position_of(row)), visible_end(row)};
                 to[i] = attended + size_t(row) * attended_stride + size_t(head) * of.width;
             }
             attention::attend(past, queries, n, to, mine.partial);
@@ -735,10 +773,10 @@ struct Loop : ForwardPass {
     }
 
     // Write the rows of these parts to their pages and compute the requested outputs.
-    void run_chunk(const Part* of, int n_parts, const int* ids, const Outputs* wanted) {
+    void run_chunk(const Part* of, int n_parts, const int* ids, const int* segments_of_ids, const Outputs* wanted) {
         team.acquire();
         is_chunk = true;
-        parts = of, tokens = ids, outputs = wanted;
+        parts = of, tokens = ids, segments = segments_of_ids, outputs = wanted;
         place_rows(n_parts);
         run<&Loop::chunk>();
         team.release();

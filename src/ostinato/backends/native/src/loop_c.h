@@ -39,9 +39,10 @@ void ostinato_built(loop::Loop* opened, unsigned long long hash, unsigned long l
 void ostinato_run(loop::Loop* opened) { opened->run_loop(); }
 void ostinato_step(loop::Loop* opened) { opened->run_one_step(); }
 void ostinato_chunk(
-    loop::Loop* opened, const loop::Part* parts, int n_parts, const int* ids, const loop::Outputs* outputs
+    loop::Loop* opened, const loop::Part* parts, int n_parts, const int* ids, const int* segments,
+    const loop::Outputs* outputs
 ) {
-    opened->run_chunk(parts, n_parts, ids, outputs);
+    opened->run_chunk(parts, n_parts, ids, segments, outputs);
 }
 void ostinato_first(loop::Loop* opened, int slot) { opened->run_first(slot); }
 
