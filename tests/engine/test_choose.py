@@ -65,6 +65,19 @@ def test_recurrent_families_run_eagerly_and_as_graphs_on_a_gpu(kind: MemoryKind)
         decided(model, mode="loop")
 
 
+def test_encoders_run_natively_on_a_cpu_and_by_torch_elsewhere() -> None:
+    model = random_model("encoder")
+    native = decided(tiled(model), ON_CPU, slots=8)
+    assert (native.mode, native.backend, native.n_slots, native.fallback) == ("loop", "native", 1, None)
+    asked = decided(tiled(model), ON_CPU, mode="eager")
+    assert (asked.mode, asked.backend, asked.why_not) == ("eager", "torch", ("loop: not asked for",))
+    for machine in (CARD, replace(CARD, missing=("triton",))):
+        settled = decided(model, machine)
+        assert (settled.mode, settled.backend, settled.fallback) == ("eager", "cuda", None)
+        with pytest.raises(HardwareCannot, match="mode 'graph' cannot run here: bert is an encoder"):
+            decided(model, machine, mode="graph")
+
+
 def test_auto_takes_the_persistent_kernel_where_it_can_run_and_there_is_room() -> None:
     model = small(shape_of())
     settled = decided(model)

@@ -1,8 +1,9 @@
 """Where a model runs is settled before a byte is read: lowered and said by default, refused when asked for."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ostinato.files.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.header import tensors_in, tensors_of
 from ostinato.models.registry import read_shape
 from ostinato.options import LoadOptions
-from tests.models import tiny, tiny_folder
+from tests.models import tiny, tiny_encoders, tiny_folder
 from tests.random_model import MemoryKind, random_model
 
 CHIP = Chip((9, 0), 132, 227 << 10)
@@ -276,6 +277,24 @@ def test_they_are_dense_where_that_was_asked_for(tiny_gguf: Path, words: dict[st
     with LLM(tiny_gguf, device="cpu", talk=said.append, **words) as llm:
         assert (llm.mode, llm.activations, said) == ("eager", None, [])
         assert isinstance(llm._model.embedding, torch.Tensor)
+
+
+@pytest.mark.parametrize("path", [partial(tiny.gguf, "gpt2"), partial(tiny_encoders.gguf, "bert")])
+def test_models_with_layer_norms_and_encoders_run_natively(path: Callable[[Path], Path], tiny_files: Path) -> None:
+    said: list[str] = []
+    with LLM(path(tiny_files), device="cpu", talk=said.append) as llm:
+        assert (llm.mode, llm.activations, llm.why_not, said) == ("loop", "wide", (), [])
+
+
+def test_where_the_native_loop_lacks_an_encoder_runs_eager(tiny_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(talk: object) -> None:
+        raise HardwareCannot("no compiler is here")
+
+    monkeypatch.setattr("ostinato.backends.native.backend.cpu_library", fails)
+    said: list[str] = []
+    with LLM(tiny_encoders.gguf("bert", tiny_files), device="cpu", talk=said.append) as llm:
+        assert (llm.mode, llm.embed("the time").shape) == ("eager", (1, 64))
+    assert said == ["the native loop cannot run here: no compiler is here; eager runs instead, many times slower"]
 
 
 @pytest.mark.parametrize(

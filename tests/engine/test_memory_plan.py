@@ -84,6 +84,22 @@ def test_the_native_loops_workspace_is_counted_within_a_fifth(
     assert "prefill buffers (about)" not in counted
 
 
+@pytest.mark.parametrize("context", [128, 1000])
+def test_an_encoders_workspace_for_texts_longer_than_a_chunk_is_used_on_demand(context: int) -> None:
+    model = tiled(random_model("encoder"))
+    settled = settle_model(model, "loop", context=context, threads=2)
+    runner = open_runner(model, settled)
+    runner.close()
+    allocated = {buffer.name: buffer.n_bytes for buffer in runner.plan.buffers}
+    plan = plan_of(model.shape, settled, tensors=tensors_in(model))
+    workspace = [row for row in plan.rows if "workspace" in row.name]
+    assert [row.on_demand for row in workspace] == [False, True][: 1 + (context > 256)]
+    assert sum(row.n_bytes for row in workspace) == pytest.approx(allocated["step.workspace"], rel=0.2)
+    names = [name for name in allocated if name.startswith("model") and "frequencies" not in name]
+    assert plan.bytes_of("weights") == pytest.approx(sum(allocated[name] for name in names), rel=0.01)
+    assert OUTPUT_ROWS not in sizes(plan)
+
+
 @pytest.mark.parametrize("n_vocab", [128, 300_000])
 def test_rows_of_output_are_bounded_counted_and_there_from_their_first_use_on(n_vocab: int) -> None:
     """Of the native loop; `tests/backends/cuda/test_chunks.py` has the GPU's."""
@@ -188,7 +204,7 @@ def test_weights_that_do_not_fit_are_said_to_be_the_reason() -> None:
     assert "--dtype" not in narrow.verdict
 
 
-def test_an_encoder_takes_its_weights_and_no_pages() -> None:
+def test_an_encoder_takes_its_weights_and_no_pages_by_torch() -> None:
     _, shape = shape_of("encoder", 128, 64, 64)
     settled = Settled("cpu", "torch", "eager", "float32", "f32", 64, 8)
     assert [row.name for row in plan_of(shape, settled, tensors=weights(64)).rows] == ["weights", LIBRARIES.name]

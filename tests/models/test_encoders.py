@@ -1,6 +1,7 @@
 """bert and nomic-bert, in every form that people have, give the rows and scores of transformers."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,28 @@ def test_torch_embeds_a_text_alike_alone_and_among_others(tiny_files: Path) -> N
         together = llm.embed(tiny_encoders.TEXTS)
         alone = np.concatenate([llm.embed(text) for text in tiny_encoders.TEXTS])
     np.testing.assert_allclose(together, alone, atol=1e-5, rtol=0)
+
+
+def test_vectors_and_scores_have_the_bits_that_they_have_alone_whoever_asks_meanwhile(tiny_files: Path) -> None:
+    texts = [*tiny_encoders.TEXTS, *tiny_encoders.PAIR] * 4
+    with LLM(tiny_encoders.gguf("bert-rank", tiny_files), device="cpu", threads=2) as llm:
+        alone = [(llm.embed([text], "mean"), llm.rank(text, texts[:1])) for text in texts[:6]]
+        with ThreadPoolExecutor(6) as callers:
+            asked = callers.map(lambda n: (llm.embed(texts[n:], "mean"), llm.rank(texts[n], texts)), range(6))
+            for (vector, score), (vectors, scores) in zip(alone, asked, strict=True):
+                np.testing.assert_array_equal(vectors[:1], vector)
+                np.testing.assert_array_equal(scores[:1], score)
+    with pytest.raises(BadInput, match="closed"):
+        llm.embed(texts)
+
+
+@pytest.mark.parametrize("activations", ["wide", "int8"])
+def test_an_encoder_of_packed_weights_is_near_the_same_numbers_dense(activations: Any, tmp_path: Path) -> None:
+    path = tiny_encoders.gguf("bert", tmp_path, storage="quantised")
+    with LLM(path, device="cpu", activations=activations) as packed, LLM(path, device="cpu", mode="eager") as dense:
+        assert (packed.activations, dense.activations) == (activations, None)
+        cosines = (packed.embed(tiny_encoders.TEXTS) * dense.embed(tiny_encoders.TEXTS)).sum(-1)
+    assert cosines.min() >= (0.9999 if activations == "wide" else 0.99)
 
 
 def test_torch_takes_many_texts_of_any_length_in_few_batches(tiny_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,8 +138,7 @@ def _memory(shape: Shape, n_parameters: int) -> dict[str, Any]:
     from ostinato.backends.base import Settled
     from ostinato.engine.choose import context_bytes
 
-    context = shape.default_context if shape.causal else 0
-    on_cpu = Settled("cpu", "native", "loop", "float32", "f32", context)
+    on_cpu = Settled("cpu", "native", "loop", "float32", "f32", shape.default_context)
     types = [kv_type for kv_type, kept in KV_FORMATS.items() if kept.fits(shape.head_width)]
     return {
         "weights": {dtype: n_parameters * size for dtype, size in _DTYPE_BYTES.items()},

@@ -209,12 +209,12 @@ def _draft(backend: Backend, mode: str, case: LoadCase) -> Settled:
         dtype=case.dtype,
         kv_type=case.kv_type,
         context=options.context or case.shape.default_context,
-        n_slots=options.slots,
+        n_slots=options.slots if case.shape.causal else 1,  # no sequence of an encoder stays
         weights=backend.layout(case.shape, options, machine.kind),
         activations=options.activations,
         threads=options.threads or (default_threads() if machine.kind == "cpu" else None),
     )
-    return replace(settled, n_pages=options.slots * settled.max_pages)
+    return replace(settled, n_pages=settled.n_slots * settled.max_pages)
 
 
 # What memory allows

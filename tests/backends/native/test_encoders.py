@@ -182,6 +182,13 @@ def test_a_text_that_was_cut_would_be_refused() -> None:
             engine.runner.chunks.run([part], 8, ChunkWant("hidden"))
 
 
+def test_rows_behind_the_last_learned_position_are_refused() -> None:
+    with opened(tiled(encoder(context=40)), context=40) as engine:
+        part = ChunkPart(text_of(41), 0, [[0, 1, 2]], outputs=range(41))
+        with pytest.raises(InternalError, match="there are 40 positions"):
+            engine.runner.chunks.run([part], 41, ChunkWant("hidden"))
+
+
 def test_an_engine_of_an_encoder_generates_nothing() -> None:
     with opened(tiled(encoder())) as engine:
         with pytest.raises(Unsupported, match="bert is an encoder: it embeds text and generates none"):

@@ -61,6 +61,8 @@ class NativeChunks:
             n, n_pages = len(part.tokens), min(map(len, part.page_tables))
             if part.start + n > n_pages * PAGE_TOKENS:
                 raise InternalError(f"{n} rows from {part.start} on do not fit into {n_pages} pages")
+            if part.start + n > self._native.n_positions:
+                raise InternalError(f"{n} rows from {part.start} on; there are {self._native.n_positions} positions")
             if self._whole and part.start:
                 raise InternalError(f"a text of an encoder is cut at {part.start}, and its rows see each other")
         wrong = ids[(ids < 0) | (ids >= self._native.vocab)]

@@ -136,6 +136,9 @@ class NativeStep:
         self.n_segments = 1 if model.type_embedding is None else len(model.type_embedding)
         self.causal = model.shape.causal
         self.n_groups = tables.layout.n_groups
+        self.n_positions = tables.layout.max_pages * PAGE_TOKENS
+        if model.position_embedding is not None:
+            self.n_positions = min(self.n_positions, len(model.position_embedding))
         self.logits = host_zeros((tables.layout.n_slots, model.shape.vocab), np.float32)
         self.last = host_zeros((tables.layout.n_slots, model.shape.hidden), np.float32)
         self._plan = self._made(model, memory, tables, n_tokens, activations, wake)
