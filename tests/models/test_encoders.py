@@ -1,6 +1,8 @@
 """bert and nomic-bert, in every form that people have, give the rows and scores of transformers."""
 
 import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from ostinato import LLM
+from ostinato import LLM, Sampling
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.decoder import Decoder
 from ostinato.decoder.cells.text_encoder import BATCH_TOKENS
@@ -217,6 +219,35 @@ def test_an_encoder_of_packed_weights_is_near_the_same_numbers_dense(activations
         assert (packed.activations, dense.activations) == (activations, None)
         cosines = (packed.embed(tiny_encoders.TEXTS) * dense.embed(tiny_encoders.TEXTS)).sum(-1)
     assert cosines.min() >= (0.9999 if activations == "wide" else 0.99)
+
+
+WITHOUT_TORCH = """
+import json, sys
+sys.modules["torch"] = None
+from ostinato import LLM, Sampling
+embeds, ranks, generates, texts = json.loads(sys.argv[1])
+with LLM(embeds, device="cpu") as llm: print(json.dumps(llm.embed(texts).tolist()))
+with LLM(ranks, device="cpu") as llm: print(json.dumps(llm.rank(texts[0], texts).tolist()))
+greedy = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
+with LLM(generates, device="cpu") as llm: print(json.dumps(llm.generate([5, 6, 7], greedy).token_ids))
+"""
+
+
+def test_encoders_and_gpt2_give_the_same_bits_where_torch_is_not_installed(tiny_files: Path) -> None:
+    embeds, ranks = (tiny_encoders.gguf(name, tiny_files) for name in ("nomic-bert", "bert-rank"))
+    generates = tiny.gguf("gpt2", tiny_files)
+    given = json.dumps([str(embeds), str(ranks), str(generates), tiny_encoders.TEXTS])
+    lines = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, given], check=True, capture_output=True, text=True, timeout=120
+    ).stdout.splitlines()
+    vectors, scores, tokens = map(json.loads, lines)
+    with LLM(embeds, device="cpu") as llm:
+        assert vectors == llm.embed(tiny_encoders.TEXTS).tolist()
+    with LLM(ranks, device="cpu") as llm:
+        assert scores == llm.rank(tiny_encoders.TEXTS[0], tiny_encoders.TEXTS).tolist()
+    with LLM(generates, device="cpu") as llm:
+        greedy = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
+        assert tokens == list(llm.generate([5, 6, 7], greedy).token_ids)
 
 
 def test_torch_takes_many_texts_of_any_length_in_few_batches(tiny_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
