@@ -14,10 +14,11 @@ from ostinato.backends.native import cpu_levels
 from ostinato.backends.native.library import source
 from ostinato.build import shared_object
 
-pytestmark = pytest.mark.slow  # the compiler, three times
+pytestmark = pytest.mark.slow  # the compiler, once for each level
 
 SOURCE = r"""
 #include "lanes.h"
+#include "scalars.h"
 #define EACH(name, expression)                                         \
     extern "C" void name(const float* from, float* to, int n) {        \
         for (int i = 0; i < n; i += LANES) {                           \
@@ -43,6 +44,21 @@ EACH(e_bf16, by_bf16(x))
 extern "C" void e_f16_alone(const float* from, float* to, int n) {
     for (int i = 0; i < n; i++) to[i] = f16_to_float(float_to_f16(from[i]));
 }
+extern "C" void e_cos(const float* from, float* to, int n) {
+    for (int i = 0; i < n; i++) to[i] = cos_sin(std::fabs(from[i])).cosine;
+}
+extern "C" void e_sin(const float* from, float* to, int n) {
+    for (int i = 0; i < n; i++) to[i] = cos_sin(std::fabs(from[i])).sine;
+}
+extern "C" void e_log(const float* from, float* to, int n) {
+    for (int i = 0; i < n; i++) to[i] = float(log_of(std::fabs(from[i]) + 1.0));
+}
+extern "C" void e_fma(const float* from, float* to, int n) {
+    for (int i = 0; i < n; i += LANES) {
+        const int j = (i + 5 * LANES) % n, k = (i + 11 * LANES) % n;
+        store(to + i, fma(load(from + i), load(from + j), load(from + k)));
+    }
+}
 extern "C" void e_bf16_alone(const float* from, float* to, int n) {
     for (int i = 0; i < n; i++) to[i] = bf16_to_float(float_to_bf16(from[i]));
 }
@@ -51,8 +67,8 @@ NAMES = re.findall(r"\b(e_\w+)[,(]", SOURCE)
 
 
 def levels() -> list[cpu_levels.Level]:
-    found = cpu_levels.features() if cpu_levels.is_x86() else frozenset()
-    return [level for level in cpu_levels.LEVELS.values() if level.needs <= found]
+    found = cpu_levels.features()
+    return [level for level in cpu_levels.levels_of(cpu_levels.architecture()) if level.needs <= found]
 
 
 def numbers() -> Tensor:
@@ -70,7 +86,7 @@ def applied(library: ctypes.CDLL, name: str, x: Tensor) -> Tensor:
 
 
 def opened(level: cpu_levels.Level) -> ctypes.CDLL:
-    headers = {"lanes.h": source("lanes.h")}
+    headers = {name: source(name) for name in ("lanes.h", "lanes_neon.h", "scalars.h")}
     return ctypes.CDLL(str(shared_object(SOURCE, "lanes.cpp", headers=headers, flags=level.flags)))
 
 
@@ -109,6 +125,23 @@ def test_erf_and_gelu_are_right_in_proportion_to_their_argument() -> None:
     for name, approximate in (("e_gelu", "none"), ("e_gelu_tanh", "tanh")):
         exact = torch.nn.functional.gelu(x.double(), approximate=approximate)
         assert ((applied(library, name, x) - exact).abs() <= 4e-7 * x.abs()).all(), name
+
+
+def test_cosine_sine_and_logarithm_are_right_to_the_last_bit_but_one() -> None:
+    library, x = opened(levels()[0]), numbers()
+    for name, function in (("e_cos", torch.cos), ("e_sin", torch.sin)):
+        exact = function(x.abs().double())
+        assert ((applied(library, name, x) - exact).abs() <= 0.57 * 2.0**-23 * exact.abs()).all(), name
+    exact = torch.log(x.abs().double() + 1)
+    assert ((applied(library, "e_log", x) - exact).abs() <= 0.51 * 2.0**-23 * exact.abs() + 1e-45).all()
+
+
+def test_multiplication_and_addition_are_fused_on_every_cpu() -> None:
+    """Products are exact in float64, and so are these sums: all numbers have few bits."""
+    x = (torch.randint(-(1 << 20), 1 << 20, (1 << 14,), generator=torch.Generator().manual_seed(1)) / 1024.0).float()
+    exact = x.double() * x.roll(-5 * 16).double() + x.roll(-11 * 16).double()
+    for level in levels():
+        assert torch.equal(applied(opened(level), "e_fma", x), exact.float()), level.name
 
 
 def test_halves_round_as_torch_rounds_them() -> None:

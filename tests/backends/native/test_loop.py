@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ostinato.backends.base import ChunkPart
 from ostinato.backends.native.backend import why_not_blocks
+from ostinato.backends.native.cpu_levels import architecture, levels_of
 from ostinato.backends.native.library import chosen_level
 from ostinato.backends.native.start import NativeLoop
 from ostinato.backends.native.tiles import TILE_TYPES, TileMatrix
@@ -220,7 +221,7 @@ def test_bits_do_not_depend_on_threads_neighbours_or_cuts(family: str, kv_type: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2"])
-@pytest.mark.parametrize("level", ["v3", "plain"])
+@pytest.mark.parametrize("level", [level.name for level in levels_of(architecture())[1:3]])
 def test_bits_do_not_depend_on_the_level_of_the_cpu(family: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiled(family_model(family))
     for kv_type in get_args(KVType):
@@ -244,7 +245,7 @@ def at_level(level: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["v3", "plain"])
+@pytest.mark.parametrize("level", [level.name for level in levels_of(architecture())[1:3]])
 def test_a_prompt_over_several_blocks_has_the_same_bits_at_every_level(
     level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

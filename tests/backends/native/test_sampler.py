@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.backends.native.cpu_levels import LEVELS, features
+from ostinato.backends.native.cpu_levels import LEVELS, architecture, features, levels_of
 from ostinato.backends.native.library import source
 from ostinato.backends.torch.ops.philox import uniform_torch
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
@@ -30,16 +30,17 @@ from tests.counts import soak
 
 CPU = torch.device("cpu")
 PAGE_TOKENS = 16
+HEADERS = ("sampler.h", "scalars.h", "lanes.h", "lanes_neon.h", "layout.h", "philox.h")
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(scope="module", params=[level.name for level in levels_of(architecture())[:3]])
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """The sampler at every level that this CPU has."""
     try:
         level = LEVELS[request.param]
         if missing := level.needs - features():
             pytest.skip(f"the native sampler was not tested for {level.words}: this CPU lacks {sorted(missing)}")
-        headers = {name: source(name) for name in ("sampler.h", "lanes.h", "layout.h", "philox.h")}
+        headers = {name: source(name) for name in HEADERS}
         flags = (*level.flags, *(os.environ.get("OSTINATO_CPU_FLAGS", "").split() or ["-Werror"]))
         code = Path(__file__).with_name("sampler.cpp").read_text()
         return ctypes.CDLL(str(shared_object(code, "sampler.cpp", headers=headers, flags=flags)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ostinato import build
 from ostinato.backends.native import tiles as tiles_module
-from ostinato.backends.native.cpu_levels import COMMON_FLAGS
+from ostinato.backends.native.cpu_levels import COMMON_FLAGS, architecture, levels_of
 from ostinato.backends.native.library import chosen_level, source
 from ostinato.backends.native.tiles import (
     TILE_TYPES,
@@ -38,7 +38,7 @@ def product(x: Tensor, tiles: TileMatrix) -> Tensor:
 
 
 QUANTISED = tuple(type for type in TILE_TYPES if BLOCKS[type].elements > 1)
-LEVELS = ("v4", "v3", "plain")
+LEVELS = [level.name for level in levels_of(architecture())[:3]]  # the best, and two with other bodies
 # Where a block's float16 numbers are: these must be sane, all other bytes may be anything.
 HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2]}
 

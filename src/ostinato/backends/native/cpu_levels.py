@@ -6,6 +6,7 @@ path, so that a wheel's objects and those compiled at first use are made in one 
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ COMMON_FLAGS: Final = (
     "-Wall",
     "-Wextra",
 )
+_GCC_ALONE: Final = frozenset(["-fpeel-loops"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,30 +37,68 @@ class Level:
     """A set of instructions that an object may use."""
 
     name: str
-    needs: frozenset[str]  # as /proc/cpuinfo spells them
-    march: tuple[str, ...]
+    architecture: str  # as `architecture` names them; "any" where there is nothing to ask for
+    needs: frozenset[str]  # as Linux spells them
+    march: tuple[str, ...]  # for GCC and Clang
+    zig_cpu: str  # for zig, which has its own names for processors
     words: str  # for people
 
     @property
     def flags(self) -> tuple[str, ...]:
         return (*COMMON_FLAGS, *self.march)
 
+    @property
+    def zig_flags(self) -> tuple[str, ...]:
+        """The same for zig: without a CPU it would take this machine's own."""
+        common = [flag for flag in COMMON_FLAGS if flag not in _GCC_ALONE]
+        defines = [flag for flag in self.march if flag.startswith("-D")]
+        return (*common, *defines, f"-mcpu={self.zig_cpu}")
 
-_V3: Final = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"])
+
+X86_64: Final = "x86_64"
+AARCH64: Final = "aarch64"
+
+_V2: Final = frozenset(["pni", "ssse3", "sse4_1", "sse4_2", "popcnt", "cx16", "lahf_lm"])
+_V3: Final = _V2 | frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"])
 _V4: Final = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"])
-V4: Final = Level("v4", _V4, ("-march=x86-64-v4", "-mavx512vnni"), "AVX-512 with VNNI")
-V3: Final = Level("v3", _V3, ("-march=x86-64-v3",), "AVX2")
-PLAIN: Final = Level("plain", frozenset(), (), "plain C++")
-LEVELS: Final = {level.name: level for level in (V4, V3, PLAIN)}  # the best first
-IN_WHEELS: Final = (V4, V3)
+_DOTPROD: Final = frozenset(["atomics", "asimddp"])
+
+V4: Final = Level(
+    "v4", X86_64, _V4, ("-march=x86-64-v4", "-mavx512vnni"), "x86_64_v4+avx512vnni", "AVX-512 with VNNI"
+)
+V3: Final = Level("v3", X86_64, _V3, ("-march=x86-64-v3",), "x86_64_v3", "AVX2")
+V2: Final = Level("v2", X86_64, _V2, ("-march=x86-64-v2",), "x86_64_v2", "SSE4.2")
+I8MM: Final = Level(
+    "i8mm",
+    AARCH64,
+    _DOTPROD | {"i8mm"},
+    ("-march=armv8.2-a+dotprod+i8mm",),
+    "generic+v8_2a+dotprod+i8mm",
+    "NEON with i8mm",
+)
+DOTPROD: Final = Level(
+    "dotprod", AARCH64, _DOTPROD, ("-march=armv8.2-a+dotprod",), "generic+v8_2a+dotprod", "NEON with dot product"
+)
+NEON: Final = Level("neon", AARCH64, frozenset(), ("-march=armv8-a",), "generic", "NEON")
+PLAIN: Final = Level("plain", "any", frozenset(), ("-DOSTINATO_PLAIN",), "baseline", "plain C++")
+LEVELS: Final = {level.name: level for level in (V4, V3, V2, I8MM, DOTPROD, NEON, PLAIN)}  # the best first
+# What a wheel carries. Older x86-64 than v2 is rarer than what its object weighs: it is compiled for at first use.
+IN_WHEELS: Final = {X86_64: (V4, V3, V2), AARCH64: (I8MM, DOTPROD, NEON)}
+
+# Features of AArch64 by their bits in the auxiliary vector's words 16 and 26 (AT_HWCAP and AT_HWCAP2).
+_ARM_BITS: Final = {"atomics": (16, 8), "asimddp": (16, 20), "i8mm": (26, 13)}
 
 
-def is_x86() -> bool:
-    return platform.machine().lower() in ("x86_64", "amd64")
+def architecture() -> str:
+    """The processor's architecture by one name on every system, or "any" where there is no level of its own."""
+    found = platform.machine().lower()
+    return {"amd64": X86_64, "arm64": AARCH64}.get(found, found if found in IN_WHEELS else "any")
 
 
 def features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """The features of this CPU as Linux reports them; empty on other systems."""
+    """The features of this CPU by the names that Linux has for them; empty on other systems."""
+    if architecture() == AARCH64:
+        return _arm_features()
     try:
         for line in cpuinfo.read_text("utf-8", "replace").splitlines():
             if line.startswith("flags"):
@@ -68,14 +108,33 @@ def features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     return frozenset()
 
 
-def best_level(found: Iterable[str]) -> Level:
-    """The first level that has all it needs.
+def _arm_features() -> frozenset[str]:
+    """By the C library and not by /proc, which an emulator shows of the machine below it."""
+    try:
+        getauxval = ctypes.CDLL(None).getauxval
+    except (OSError, AttributeError):  # not Linux
+        return frozenset()
+    getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
+    return frozenset(name for name, (word, bit) in _ARM_BITS.items() if getauxval(word) >> bit & 1)
+
+
+def levels_of(machine: str) -> list[Level]:
+    """The levels of an architecture, the best first.
+
+    >>> [level.name for level in levels_of("aarch64")]
+    ['i8mm', 'dotprod', 'neon', 'plain']
+    """
+    return [level for level in LEVELS.values() if level.architecture in (machine, "any")]
+
+
+def best_level(found: Iterable[str], machine: str = X86_64) -> Level:
+    """The first level of an architecture that has all it needs.
 
     >>> best_level(["sse2", "avx"]).name
     'plain'
     """
     here = frozenset(found)
-    return next(level for level in LEVELS.values() if level.needs <= here)
+    return next(level for level in levels_of(machine) if level.needs <= here)
 
 
 def sources(*folders: Path) -> dict[str, str]:

@@ -57,7 +57,7 @@ def cpu_library(talk: Talk | None = None, *, level: Level | None = None) -> ctyp
     """The object for this CPU, opened; the same each time. `talk` gets a message if it must be compiled first. `level`:
     another one than this CPU's best.
 
-    OSTINATO_CPU_LEVEL forces a level: v4, v3 or plain. OSTINATO_CPU_FLAGS adds flags of the compiler, and then the
+    OSTINATO_CPU_LEVEL forces a level: v4, v3, v2, i8mm, dotprod, neon or plain. OSTINATO_CPU_FLAGS adds flags of the compiler, and then the
     wheel's objects are left aside. Raises HardwareCannot with the reason where there is no object to be had.
     """
     level, extra = level or chosen_level(), _extra_flags()
@@ -114,13 +114,14 @@ def native_status() -> NativeStatus:
 
 def chosen_level() -> Level:
     """The level that OSTINATO_CPU_LEVEL names, if this CPU has it, or the best it has."""
-    found = cpu_levels.features() if cpu_levels.is_x86() else frozenset()
+    found, machine = cpu_levels.features(), cpu_levels.architecture()
     name = os.environ.get("OSTINATO_CPU_LEVEL")
     if not name:
-        return cpu_levels.best_level(found)
-    if name not in cpu_levels.LEVELS:
-        raise HardwareCannot(f"OSTINATO_CPU_LEVEL is {name!r}; levels are {listing(name, cpu_levels.LEVELS)}")
-    level = cpu_levels.LEVELS[name]
+        return cpu_levels.best_level(found, machine)
+    known = {level.name: level for level in cpu_levels.levels_of(machine)}
+    if name not in known:
+        raise HardwareCannot(f"OSTINATO_CPU_LEVEL is {name!r}; levels of this CPU are {listing(name, known)}")
+    level = known[name]
     if missing := level.needs - found:
         raise HardwareCannot(f"OSTINATO_CPU_LEVEL is {name}, and this CPU lacks {', '.join(sorted(missing))}")
     return level

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "lanes.h"
+#include "scalars.h"
 
 namespace block {
 
@@ -83,8 +84,9 @@ static inline void scale_by(float* x, float factor, int n) {
 static inline void cos_sin_of(int position, const float* frequencies, int half, float amplitude, float* cos_sin) {
     for (int i = 0; i < half; i++) {
         const float angle = float(position) * frequencies[i];
-        cos_sin[i] = std::cos(angle) * amplitude;
-        cos_sin[half + i] = std::sin(angle) * amplitude;
+        const CosSin of_angle = ::cos_sin(angle);
+        cos_sin[i] = of_angle.cosine * amplitude;
+        cos_sin[half + i] = of_angle.sine * amplitude;
     }
 }
 

@@ -1,9 +1,9 @@
 // Sixteen floats side by side, and sixteen ints: what all arithmetic of the CPU loop is written over.
 //
-// One type with three bodies, chosen by the compiler's target: AVX-512 (one register), AVX2 (two) and plain C++
-// (an array). Each operation is the same IEEE operation lane by lane in all three, multiplications and additions are
-// joined only where `fma` says so (compile with -ffp-contract=off), sums over lanes go through one tree, and exp, tanh
-// and erf are polynomials over these operations. So the three bodies give the same bits.
+// One type with four bodies, chosen by the compiler's target: AVX-512 (one register), AVX2 (two), NEON (four) and plain
+// C++ (an array). Each operation is the same IEEE operation lane by lane in all of them, multiplications and additions
+// are joined only where `fma` says so (compile with -ffp-contract=off), sums over lanes go through one tree, and exp,
+// tanh and erf are polynomials over these operations. So all bodies give the same bits.
 #ifndef OSTINATO_LANES_H
 #define OSTINATO_LANES_H
 
@@ -21,6 +21,8 @@
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define LANES_AVX2 1
 #include <immintrin.h>
+#elif defined(__aarch64__) && defined(__ARM_NEON) && !defined(OSTINATO_PLAIN)
+#define LANES_NEON 1
 #else
 #define LANES_PLAIN 1
 #endif
@@ -269,10 +271,30 @@ static inline __m256 larger_halves(Lanes x) { return _mm256_max_ps(x.a, x.b); }
 static inline __m256i added_halves(Ints x) { return _mm256_add_epi32(x.a, x.b); }
 static inline __m256i larger_halves(Ints x) { return _mm256_max_epi32(x.a, x.b); }
 
+#elif LANES_NEON
+#include "lanes_neon.h"
 #else
 
 struct Lanes { float v[LANES]; };
 struct Ints { int v[LANES]; };
+
+// a * b + c, rounded once. Where the processor cannot fuse them: the product is exact in a double, the sum is rounded to
+// odd there (towards the neighbour with a last bit of 1, unless it is exact), and so rounding it to a float is right.
+static inline float fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return std::fma(a, b, c);
+#else
+    const double product = double(a) * double(b), sum = product + c;
+    const double of_c = sum - product, error = (product - (sum - of_c)) + (c - of_c);  // exactly what the sum lost
+    int64_t bits;
+    memcpy(&bits, &sum, 8);
+    const bool is_odd = bits & 1, is_lost = error < 0 || error > 0, outwards = (error > 0) == (sum > 0);
+    bits += is_lost && !is_odd ? (outwards ? 1 : -1) : 0;
+    double odd;
+    memcpy(&odd, &bits, 8);
+    return float(odd);
+#endif
+}
 
 #define EACH(type, expression)                    \
     type out;                                     \
@@ -291,7 +313,7 @@ static inline Lanes add(Lanes a, Lanes b) { EACH(Lanes, a.v[i] + b.v[i]); }
 static inline Lanes sub(Lanes a, Lanes b) { EACH(Lanes, a.v[i] - b.v[i]); }
 static inline Lanes mul(Lanes a, Lanes b) { EACH(Lanes, a.v[i] * b.v[i]); }
 static inline Lanes div(Lanes a, Lanes b) { EACH(Lanes, a.v[i] / b.v[i]); }
-static inline Lanes fma(Lanes a, Lanes b, Lanes c) { EACH(Lanes, std::fma(a.v[i], b.v[i], c.v[i])); }
+static inline Lanes fma(Lanes a, Lanes b, Lanes c) { EACH(Lanes, fused(a.v[i], b.v[i], c.v[i])); }
 static inline Lanes max(Lanes a, Lanes b) { EACH(Lanes, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
 static inline Lanes min(Lanes a, Lanes b) { EACH(Lanes, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
 static inline Lanes abs(Lanes a) { EACH(Lanes, std::fabs(a.v[i])); }
@@ -354,7 +376,7 @@ static inline float sum(Lanes x) { return over_lanes(x, [](float a, float b) { r
 static inline float largest(Lanes x) { return over_lanes(x, [](float a, float b) { return a > b ? a : b; }); }
 static inline int sum(Ints x) { return over_lanes(x, [](int a, int b) { return int(uint32_t(a) + uint32_t(b)); }); }
 static inline int largest(Ints x) { return over_lanes(x, [](int a, int b) { return a > b ? a : b; }); }
-#else
+#elif LANES_AVX512 || LANES_AVX2
 template <class F>
 static inline float over_lanes(__m256 y, F join) {
     __m128 z = join(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));

@@ -453,7 +453,7 @@ struct ForwardPass {
     void logprobs_of(const team::Member& m, const float* logits, int row) {
         const Outputs& o = *outputs;
         const int vocab = plan.head.rows;
-        const double most = largest_of(logits, vocab), log_total = std::log(sum_of_exp(logits, vocab, float(most)));
+        const double most = largest_of(logits, vocab), log_total = log_of(sum_of_exp(logits, vocab, float(most)));
         o.logprobs[row] = float(double(logits[o.targets[row]]) - most - log_total);
         if (o.n_top == 0) return;
         Ranked* top = workspace_over(own[m.me].sampler, vocab).ranked;

@@ -4,12 +4,12 @@
 
 // --- the machine: what a register holds of a tile, and integer products ---
 //
-// A part is what one register holds of the 16 rows: all of them, or half with AVX2. `dots<TOP, N, G>` adds to each of G
+// A part is what one register holds of the 16 rows: all of them, half with AVX2, four with NEON. `dots<TOP, N, G>` adds to each of G
 // sums, for every row, the products of 4 N columns: v[0..N) of u8 up to TOP, times one of G runs of int8 within +-127.
 // Quants of TOP 255 have 128 added; CORRECTED: the caller subtracts it again. SHORT_SUMS: long chains of additions are
 // latency-bound here. TWO_ROWS: there is a body for two rows at once.
 
-#if !LANES_AVX2  // a part is all 16 rows
+#if !LANES_AVX2 && !LANES_NEON  // a part is all 16 rows
 using Part = Lanes;
 using PartInts = Ints;
 
@@ -144,6 +144,8 @@ static inline void dots(PartInts* sums, const PartBytes* v, const signed char* c
     }
 }
 
+#elif LANES_NEON
+#include "products_neon.h"
 #else
 
 constexpr int PARTS = 1, MANY_ROWS = 1, MANY_FLOAT_ROWS = 1, ROWS_ABREAST = 1;

@@ -16,6 +16,7 @@
 #include "lanes.h"
 #include "layout.h"
 #include "philox.h"
+#include "scalars.h"
 
 // --- what it works in ---
 
@@ -121,6 +122,11 @@ static inline void exp64(Doubles& x) {
     const Doubles p = even * s + (odd * s * r + r) + 1.0;
     const Longs power = ((Longs)t + 1023) << 52;
     x = p * (Doubles)power;
+}
+static inline double exp64(double x) {
+    Doubles one = {x};
+    exp64(one);
+    return one[0];
 }
 
 // e^(x - most) of the first eight of x, or of n where there are fewer. What is banned weighs e^-700: nothing to any sum.
@@ -344,7 +350,7 @@ static inline int sample_few(const SamplerWorkspace& workspace, int n, float mos
         if (!no_more) {  // before they are ranked: could they decide?
             to_weights(workspace.ranked, found, most, workspace.weights);
             const double needed = (unfiltered ? filters.uniform : filters.top_p) * total * (1 - SUM_ERROR);
-            if (sum_of(workspace.weights, found) < needed && std::exp(-reach) > filters.min_p) continue;
+            if (sum_of(workspace.weights, found) < needed && exp64(-reach) > filters.min_p) continue;
         }
         rank(workspace.ranked, workspace.other, found);
         if (filters.top_k && found > filters.top_k) found = filters.top_k;
@@ -441,7 +447,7 @@ static inline int sample_many(const SamplerWorkspace& workspace, int n, float mo
     bool goes_on = true;
     for (int bucket = 0; goes_on && n_kept < n_left; ++bucket) {
         const double after = kept_sum + buckets.sums[bucket] / total;
-        const double lowest = std::exp(-(bucket + 1.001) / BUCKETS_PER_UNIT);
+        const double lowest = exp64(-(bucket + 1.001) / BUCKETS_PER_UNIT);
         const bool within_p = filters.top_p >= 1 || after * (1 + 1e-9) < filters.top_p;
         const bool within_min_p = filters.min_p == 0 || (lowest > filters.min_p && bucket < N_BUCKETS - 1);
         if (n_kept + buckets.counts[bucket] <= n_left && within_p && within_min_p) {
@@ -532,7 +538,7 @@ static inline void sample_row(
 
     const float most = largest_of(logits, vocab);
     const double total = sum_of_exp(logits, vocab, most);
-    const double log_total = std::log(total);
+    const double log_total = log_of(total);
     const bool numbers = total == total;
     const float* const ready = shaped(admission, view, logits, workspace.values, n_tokens, slot, first);
     const long long position = (long long)TABLE_position(admission)[slot] + (first ? 0 : 1);

@@ -47,6 +47,8 @@ inline int64_t now_ns() {
 inline void relax() {
 #if defined(__x86_64__)
     _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("isb");  // `yield` does nothing on most cores
 #endif
 }
 
