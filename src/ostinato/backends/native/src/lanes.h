@@ -25,6 +25,9 @@
 #define LANES_NEON 1
 #else
 #define LANES_PLAIN 1
+#if defined(__SSSE3__) && defined(__SSE4_1__)
+#include <immintrin.h>
+#endif
 #endif
 
 constexpr int LANES = 16;

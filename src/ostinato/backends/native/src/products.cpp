@@ -170,6 +170,30 @@ template <int UP, int MASK> static inline PartBytes joined(PartBytes x, PartByte
     for (int i = 0; i < 64; i++) x.v[i] |= (more.v[i] << (UP >= 0 ? UP : 0) >> (UP < 0 ? -UP : 0)) & MASK;
     return x;
 }
+#if defined(__SSSE3__) && defined(__SSE4_1__) && !defined(OSTINATO_PLAIN)
+// Products of four rows' 16 bytes: by pairs in 16 bits, or for 8 bits, where those do not suffice, widened first.
+template <int TOP> static inline __m128i dots_of_four_rows(__m128i v, __m128i x) {
+    if (TOP < 128) return _mm_madd_epi16(_mm_maddubs_epi16(v, x), _mm_set1_epi16(1));  // 2 * 63 * 127 < 2^15
+    const __m128i zero = _mm_setzero_si128(), wide = _mm_cvtepi8_epi16(x);
+    return _mm_hadd_epi32(_mm_madd_epi16(_mm_unpacklo_epi8(v, zero), wide),
+                          _mm_madd_epi16(_mm_unpackhi_epi8(v, zero), wide));
+}
+template <int TOP, int N, int G>
+ONE_BODY static void dots(PartInts* sums, const PartBytes* v, const signed char* const* x) {
+    for (int g = 0; g < G; g++)
+        for (int i = 0; i < LANES; i += 4) {
+            __m128i* to = reinterpret_cast<__m128i*>(sums[g].v + i);
+            __m128i sum = _mm_loadu_si128(to);
+            for (int j = 0; j < N; j++) {
+                int word;
+                memcpy(&word, x[g] + 4 * j, 4);
+                const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(v[j].v + 4 * i));
+                sum = _mm_add_epi32(sum, dots_of_four_rows<TOP>(bytes, _mm_set1_epi32(word)));
+            }
+            _mm_storeu_si128(to, sum);
+        }
+}
+#else
 template <int TOP, int N, int G>
 ONE_BODY static void dots(PartInts* sums, const PartBytes* v, const signed char* const* x) {
     for (int g = 0; g < G; g++)
@@ -177,6 +201,7 @@ ONE_BODY static void dots(PartInts* sums, const PartBytes* v, const signed char*
             for (int i = 0; i < LANES; i++)
                 for (int k = 0; k < 4; k++) sums[g].v[i] += v[j].v[4 * i + k] * x[g][4 * j + k];
 }
+#endif
 
 #endif
 
