@@ -1,7 +1,9 @@
 """The wheel's one build step: the native CPU loop, compiled for the levels of CPU that a wheel carries.
 
-All else is in pyproject.toml. Where there is no compiler, on other machines than Linux on x86-64, and for an editable
-install there is nothing to do: the package then compiles the loop at first use, or runs without it.
+All else is in pyproject.toml. With the package ziglang beside setuptools, objects need nothing newer than glibc 2.28,
+and OSTINATO_WHEEL_ARCH may name another architecture: `make wheel` builds both so. Otherwise the machine's compiler
+makes them for this machine. Where there is no compiler, on other machines than Linux on x86-64 or AArch64, and for an
+editable install there is nothing to do: the package then compiles the loop at first use.
 """
 
 import importlib.util
@@ -9,6 +11,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +24,7 @@ from setuptools.command.build_py import build_py
 PACKAGE = Path(__file__).parent / "src" / "ostinato"
 NATIVE = PACKAGE / "backends" / "native"
 FOLDERS = NATIVE / "src", PACKAGE / "loop"  # the second for the headers that all backends share
+GLIBC = 2, 28
 
 
 def cpu_levels() -> ModuleType:
@@ -33,14 +38,47 @@ def cpu_levels() -> ModuleType:
     return module
 
 
-def compiler() -> str | None:
-    """The C++ compiler of this machine, if the wheel is to carry objects."""
+LEVELS = cpu_levels()
+ARCHITECTURE = os.environ.get("OSTINATO_WHEEL_ARCH") or LEVELS.architecture()
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """The C++ compiler of the objects."""
+
+    command: list[str]
+    is_zig: bool
+
+    def flags(self, level) -> list[str]:  # type: ignore[no-untyped-def]  # a Level of a module that is loaded by its path
+        if not self.is_zig:
+            return list(level.flags)
+        return [*level.zig_flags, "-target", f"{ARCHITECTURE}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"]
+
+    def link_flags(self, level) -> list[str]:  # type: ignore[no-untyped-def]
+        # The C++ library goes in: a wheel must not need the one of the machine that built it. zig has no other way, and
+        # compiles that library once for each CPU, so one CPU serves all levels.
+        if self.is_zig:
+            return [*(flag for flag in self.flags(level) if not flag.startswith("-mcpu=")), "-mcpu=baseline"]
+        return [*self.flags(level), "-static-libstdc++", "-static-libgcc"]
+
+
+def compiler() -> Compiler | None:
+    """The compiler of the objects; None if the wheel is to carry none."""
     if os.environ.get("OSTINATO_WHEEL_OBJECTS") == "0":
         return None
-    if not (sys.platform.startswith("linux") and cpu_levels().is_x86()):
+    if ARCHITECTURE not in LEVELS.IN_WHEELS:
+        if "OSTINATO_WHEEL_ARCH" in os.environ:
+            sys.exit(f"OSTINATO_WHEEL_ARCH is {ARCHITECTURE!r}; wheels are for {', '.join(LEVELS.IN_WHEELS)}")
         return None
-    given = os.environ.get("CXX")
-    return next(filter(None, map(shutil.which, (given,) if given else ("c++", "g++", "clang++"))), None)
+    given, package = os.environ.get("CXX"), importlib.util.find_spec("ziglang")
+    if not given and package is not None and package.submodule_search_locations:
+        return Compiler([str(Path(package.submodule_search_locations[0]) / "zig"), "c++"], is_zig=True)
+    if LEVELS.architecture() != ARCHITECTURE:
+        sys.exit(f"a wheel for {ARCHITECTURE} is compiled by zig, which is not there: pip install ziglang")
+    if not sys.platform.startswith("linux"):
+        return None
+    found = next(filter(None, map(shutil.which, (given,) if given else ("c++", "g++", "clang++"))), None)
+    return Compiler([found], is_zig=False) if found else None
 
 
 class BuildWithObjects(build_py):
@@ -51,18 +89,20 @@ class BuildWithObjects(build_py):
         found = compiler()
         if self.editable_mode or found is None:
             return
-        levels = cpu_levels()
         folder = Path(self.build_lib) / "ostinato" / "backends" / "native" / "built"
-        folder.mkdir(parents=True, exist_ok=True)
-        units = sorted(FOLDERS[0].glob(f"*{levels.UNIT}"))
-        for level in levels.IN_WHEELS:
+        shutil.rmtree(folder, ignore_errors=True)  # of another architecture
+        folder.mkdir(parents=True)
+        for level in LEVELS.IN_WHEELS[ARCHITECTURE]:
             made = folder / f"{level.name}.so"
-            # The C++ library goes in: a wheel must not need the one of the machine that built it.
-            linked = ("-static-libstdc++", "-static-libgcc", "-Wl,--strip-all")
-            subprocess.run(
-                [found, "-shared", "-fPIC", *level.flags, f"-I{FOLDERS[1]}", *linked, *units, "-o", made], check=True
-            )
-            sums = levels.sum_of(levels.sources(*FOLDERS), level.flags), sha256(made.read_bytes()).hexdigest()
+            with tempfile.TemporaryDirectory() as objects:
+                units = []
+                for unit in sorted(FOLDERS[0].glob(f"*{LEVELS.UNIT}")):
+                    units.append(f"{objects}/{unit.stem}.o")
+                    options = ["-fPIC", *found.flags(level), f"-I{FOLDERS[1]}"]
+                    subprocess.run([*found.command, *options, "-c", str(unit), "-o", units[-1]], check=True)
+                options = ["-shared", "-fPIC", *found.link_flags(level), "-Wl,--strip-all"]
+                subprocess.run([*found.command, *options, *units, "-o", str(made)], check=True)
+            sums = LEVELS.sum_of(LEVELS.sources(*FOLDERS), level.flags), sha256(made.read_bytes()).hexdigest()
             (folder / f"{level.name}.sum").write_text("\n".join(sums) + "\n", "utf-8")
 
 
@@ -71,6 +111,9 @@ class Wheel(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         _, _, platform = super().get_tag()
+        found = compiler()
+        if found is not None and found.is_zig:
+            platform = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{ARCHITECTURE}"
         return "py3", "none", platform
 
 

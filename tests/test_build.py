@@ -38,6 +38,7 @@ def forget() -> None:
     """Be like a new process."""
     build._cubins.clear()
     build._failed.clear()
+    build._temporary.clear()
 
 
 def counted(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -183,10 +184,18 @@ def test_a_broken_library_is_tried_once_and_says_the_same_both_times(by_cxx: lis
     assert by_cxx == ["broken.cpp"]
 
 
-def test_a_library_that_cannot_be_kept_names_the_folder(by_cxx: list[str], home: Path) -> None:
+def test_a_library_that_cannot_be_kept_lasts_for_the_process_and_names_the_folder(
+    by_cxx: list[str], home: Path
+) -> None:
     (home / "kernels").write_text("a file where the folder should be")
-    with pytest.raises(HardwareCannot, match="OSTINATO_HOME"):
-        build.shared_object(LIBRARY, "two.cpp", headers=HEADERS)
+    said: list[str] = []
+    for _ in range(2):
+        path = build.shared_object(LIBRARY, "two.cpp", headers=HEADERS, not_kept=said.append)
+        assert ctypes.CDLL(str(path)).two() == 2
+    assert by_cxx == ["two.cpp"]
+    (sentence,) = said
+    assert str(home / "kernels") in sentence
+    assert "OSTINATO_HOME" in sentence
 
 
 def test_the_variable_cxx_names_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -194,7 +203,39 @@ def test_the_variable_cxx_names_the_compiler(monkeypatch: pytest.MonkeyPatch, tm
     mine.write_text("#!/bin/sh\n")
     mine.chmod(0o755)
     monkeypatch.setenv("CXX", str(mine))
-    assert build.cxx() == str(mine)
+    assert build.cxx() == build.Cxx((str(mine),))
+
+
+ZIG = """#!{python}
+import os, sys
+said = open({log!r}, "a")
+print(*sys.argv[1:], os.environ.get("ZIG_GLOBAL_CACHE_DIR"), file=said, flush=True)
+os.execv({real!r}, [{real!r}, *(word for word in sys.argv[2:] if not word.startswith("-mcpu="))])
+"""
+
+
+def test_without_a_compiler_that_of_ziglang_is_used(
+    by_cxx: list[str], home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (real,), package, log = build.cxx().command, tmp_path / "packages" / "ziglang", tmp_path / "log"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "zig").write_text(ZIG.format(python=sys.executable, log=str(log), real=real))
+    (package / "zig").chmod(0o755)
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setitem(sys.modules, "ziglang", None)
+    del sys.modules["ziglang"]
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("ZIG_GLOBAL_CACHE_DIR", raising=False)
+    monkeypatch.setattr(build, "_COMPILERS", ("no-such-compiler",))
+    assert build.cxx() == build.Cxx((str(package / "zig"), "c++"), is_zig=True)
+    zig_flags = ("-O1", "-mcpu=x86_64_v3")
+    path = build.shared_object(LIBRARY, "two.cpp", headers=HEADERS, flags=("-O2",), zig_flags=zig_flags)
+    assert ctypes.CDLL(str(path)).two() == 2
+    _, compiled, linked = log.read_text().splitlines()
+    cache = home / "kernels" / "zig"
+    assert compiled == f"c++ -shared -fPIC -O1 -mcpu=x86_64_v3 -c two.cpp -o two.cpp.o {cache}"
+    assert linked == f"c++ -shared -fPIC -O1 -mcpu=baseline two.cpp.o -o made {cache}"
 
 
 @pytest.mark.parametrize("variable", [None, "no-such-compiler"])
@@ -203,6 +244,7 @@ def test_a_machine_without_a_compiler_is_told_what_to_do(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build, "_zig", lambda: None)
     if variable:
         monkeypatch.setenv("CXX", variable)
     with pytest.raises(HardwareCannot, match=r"no C\+\+ compiler.*CXX"):

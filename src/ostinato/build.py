@@ -1,4 +1,4 @@
-"""Compiles at run time: CUDA by NVRTC, C++ by the machine's compiler; results are cached on disk.
+"""Compiles at run time: CUDA by NVRTC, C++ by the machine's compiler or by zig; results are cached on disk.
 
 The name of a cached file holds the hash of all its inputs and its own checksum, so that a change of source, option or
 compiler misses the cache, and a damaged file is compiled again. A source that failed is not tried twice in a process
@@ -7,6 +7,8 @@ compiler misses the cache, and a damaged file is compiled again. A source that f
 
 from __future__ import annotations
 
+import atexit
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -14,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -29,12 +32,28 @@ CXX_FLAGS: Final = ("-std=c++17", "-O2", "-Wall", "-Wextra")
 
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 _COMPILERS: Final = ("c++", "g++", "clang++")
-_INSTALL: Final = "`apt install g++`, `dnf install gcc-c++`, `apk add g++`, or `xcode-select --install` on macOS"
+_INSTALL: Final = (
+    "`pip install ziglang`, `apt install g++`, `dnf install gcc-c++`, `apk add g++`, "
+    "or `xcode-select --install` on macOS"
+)
 
 # One lock per process: compilers take seconds and a core, and compiling the same source twice gains nothing.
 _lock: Final = threading.Lock()
 _cubins: Final[dict[str, bytes]] = {}
 _failed: Final[dict[str, str]] = {}
+_temporary: Final[dict[str, Path]] = {}  # objects that could not be cached, by their key; removed when the process ends
+
+
+@dataclass(frozen=True, slots=True)
+class Cxx:
+    """A C++ compiler: the command that runs it, and whether that is zig, which has names of its own for processors."""
+
+    command: tuple[str, ...]
+    is_zig: bool = False
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.command)
 
 
 class _Refused(Exception):
@@ -77,42 +96,90 @@ def shared_object(
     headers: Mapping[str, str] = _NONE,
     beside: Mapping[str, str] = _NONE,
     flags: Sequence[str] = CXX_FLAGS,
-    before_compiling: Callable[[], None] = lambda: None,
+    zig_flags: Sequence[str] | None = None,
+    before_compiling: Callable[[Cxx], None] = lambda _: None,
+    not_kept: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """C++ source as a library to be opened with ctypes, by $CXX or the first of c++, g++ and clang++.
+    """C++ source as a library to be opened with ctypes, by $CXX, the first of c++, g++ and clang++, or zig.
 
-    `beside` are further translation units by name, compiled at the same time. `before_compiling` is called if
-    nothing is cached and the caller must wait. Raises InternalError with the compiler's log, the same each time, and
-    HardwareCannot if there is no compiler.
+    `beside` are further translation units by name, compiled at the same time; `zig_flags` are for zig, where it needs
+    others. `before_compiling` is called if nothing is cached and the caller must wait. Where the cache cannot be
+    written, `not_kept` gets a sentence, and the library lasts as long as this process. Raises InternalError with the
+    compiler's log, the same each time, and HardwareCannot if there is no compiler.
     """
     compiler = cxx()
-    options = ["-shared", "-fPIC", *flags]
-    key = _key("shared object", source, name, {**headers, **beside}, options, _cxx_version(compiler))
+    options = _options(compiler, flags, zig_flags)
+    key = _object_key(compiler, source, name, headers, beside, options)
     with _lock:
-        kept = _find(key, "so")
+        kept = _find(key, "so") or _temporary.get(key)
         if kept is not None:
             return kept
-        what = f"{name} with {compiler}"
+        what = f"{name} with {compiler.name}"
         if key not in _failed:
-            before_compiling()
+            before_compiling(compiler)
         binary = _once(key, what, lambda: _run_cxx(compiler, source, name, headers, options, beside))
         try:
             return _keep(binary, key, "so")
         except OSError as error:
-            raise HardwareCannot(
-                f"cannot keep the compiled {name} in {_folder()}: {error.strerror or error}; "
-                "OSTINATO_HOME names another folder"
-            ) from error
+            not_kept(
+                f"the compiled {name} cannot be kept in {_folder()} ({error.strerror or error}), so every start "
+                "compiles it again; OSTINATO_HOME names another folder"
+            )
+            return _keep_for_now(binary, key, name)
 
 
-def cxx() -> str:
-    """The machine's C++ compiler; raises HardwareCannot if there is none."""
+def kept_object(
+    source: str,
+    name: str,
+    *,
+    headers: Mapping[str, str] = _NONE,
+    beside: Mapping[str, str] = _NONE,
+    flags: Sequence[str] = CXX_FLAGS,
+    zig_flags: Sequence[str] | None = None,
+) -> Path | None:
+    """What `shared_object` would return without compiling, if it is cached; raises HardwareCannot as that does."""
+    compiler = cxx()
+    options = _options(compiler, flags, zig_flags)
+    return _find(_object_key(compiler, source, name, headers, beside, options), "so")
+
+
+def cxx() -> Cxx:
+    """The C++ compiler: $CXX, the machine's, or that of the package ziglang; raises HardwareCannot if there is none."""
     given = os.environ.get("CXX")
     for candidate in (given,) if given else _COMPILERS:
         if candidate and (found := shutil.which(candidate)):
-            return found
-    tried = f"$CXX is {given!r}, which is not there" if given else f"none of {', '.join(_COMPILERS)} is there"
+            return Cxx((found,))
+    if given:
+        tried = f"$CXX is {given!r}, which is not there"
+    elif zig := _zig():
+        return zig
+    else:
+        tried = f"none of {', '.join(_COMPILERS)} is there, nor the package ziglang"
     raise HardwareCannot(f"no C++ compiler: {tried}; install one ({_INSTALL}), or name yours in the variable CXX")
+
+
+def _zig() -> Cxx | None:
+    package = importlib.util.find_spec("ziglang")
+    for folder in package.submodule_search_locations or () if package else ():
+        if found := shutil.which("zig", path=folder):
+            return Cxx((found, "c++"), is_zig=True)
+    return None
+
+
+def _options(compiler: Cxx, flags: Sequence[str], zig_flags: Sequence[str] | None) -> list[str]:
+    chosen = zig_flags if compiler.is_zig and zig_flags is not None else flags
+    return ["-shared", "-fPIC", *chosen]
+
+
+def _object_key(
+    compiler: Cxx,
+    source: str,
+    name: str,
+    headers: Mapping[str, str],
+    beside: Mapping[str, str],
+    options: Sequence[str],
+) -> str:
+    return _key("shared object", source, name, {**headers, **beside}, options, _cxx_version(compiler))
 
 
 # --- once, and on disk ---
@@ -161,6 +228,23 @@ def _keep(binary: bytes, key: str, suffix: str) -> Path:
     return path
 
 
+def _keep_for_now(binary: bytes, key: str, name: str) -> Path:
+    """In a temporary folder, which this process removes when it ends."""
+    folder = _temporary_folder()
+    owner = os.getpid()
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
+    path = _temporary[key] = Path(folder) / f"{name}.so"
+    path.write_bytes(binary)
+    return path
+
+
+def _temporary_folder() -> str:
+    try:
+        return tempfile.mkdtemp(prefix="ostinato-")
+    except OSError as error:
+        raise HardwareCannot(f"nothing can be compiled: {error.strerror or error}; TMPDIR names a folder") from error
+
+
 # --- the compilers ---
 
 
@@ -207,13 +291,13 @@ def _asked(answer: tuple[Any, ...]) -> Any:
 
 
 @cache
-def _cxx_version(compiler: str) -> str:
-    said = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    return f"{compiler}\n{said.stdout}"
+def _cxx_version(compiler: Cxx) -> str:
+    said = subprocess.run([*compiler.command, "--version"], capture_output=True, text=True, check=False)
+    return f"{compiler.name}\n{said.stdout}"
 
 
 def _run_cxx(
-    compiler: str,
+    compiler: Cxx,
     source: str,
     name: str,
     headers: Mapping[str, str],
@@ -221,20 +305,42 @@ def _run_cxx(
     beside: Mapping[str, str] = _NONE,
 ) -> bytes:
     """Compile in a folder of its own, every translation unit at once, and link; raises _Refused with the log."""
-    with tempfile.TemporaryDirectory(prefix="ostinato-") as given:
-        folder = Path(given)
+    folder = Path(_temporary_folder())
+    try:
         for file, text in {**headers, **beside, name: source}.items():
             (folder / file).write_text(text, "utf-8")
         units = (name, *beside)
-        _run_all([[compiler, *options, "-c", unit, "-o", f"{unit}.o"] for unit in units], folder)
-        _run_all([[compiler, *options, *(f"{unit}.o" for unit in units), "-o", "made"]], folder)
+        _run_all(
+            [[*compiler.command, *options, "-c", unit, "-o", f"{unit}.o"] for unit in units], folder, compiler.is_zig
+        )
+        linked = [*compiler.command, *(_for_linking(options) if compiler.is_zig else options)]
+        _run_all([[*linked, *(f"{unit}.o" for unit in units), "-o", "made"]], folder, compiler.is_zig)
         return (folder / "made").read_bytes()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run_all(commands: Sequence[Sequence[str]], folder: Path) -> None:
+def _zig_caches(folder: Path) -> dict[str, str]:
+    """Where zig keeps the C++ library that it compiles for itself, 65 MB: with the objects, or in `folder` where that
+    cannot be."""
+    kept = _folder() / "zig"
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        kept = folder / "zig"
+    return {"ZIG_GLOBAL_CACHE_DIR": str(kept), "ZIG_LOCAL_CACHE_DIR": str(folder / "zig")}
+
+
+def _for_linking(options: Sequence[str]) -> list[str]:
+    """zig compiles its C++ library when it links, once for each processor: one serves all levels."""
+    return [*(option for option in options if not option.startswith("-mcpu=")), "-mcpu=baseline"]
+
+
+def _run_all(commands: Sequence[Sequence[str]], folder: Path, is_zig: bool) -> None:
     """Run commands in parallel; raises _Refused with the output of the first that failed."""
     with ExitStack() as running:
-        start = partial(subprocess.Popen, cwd=folder, stdout=DEVNULL, stderr=PIPE, text=True)
+        environment = {**(_zig_caches(folder) if is_zig else {}), **os.environ}
+        start = partial(subprocess.Popen, cwd=folder, stdout=DEVNULL, stderr=PIPE, text=True, env=environment)
         started = [running.enter_context(start(command)) for command in commands]
         said = [one.communicate()[1] for one in started]
     for command, one, log in zip(commands, started, said, strict=True):

@@ -40,9 +40,9 @@ def arenas(layout: Layout) -> dict[str, Sequence[Field]]:
 
 
 @pytest.fixture
-def compiler() -> str:
+def compiler() -> tuple[str, ...]:
     try:
-        return build.cxx()
+        return build.cxx().command
     except HardwareCannot as error:
         pytest.skip(f"the header was not compiled: {error}")
 
@@ -108,7 +108,7 @@ def test_a_grant_fills_its_entry() -> None:
 @pytest.mark.parametrize("at_run_time", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_emitted_header_says_in_c_what_python_says(
-    layout: Layout, at_run_time: bool, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, at_run_time: bool, compiler: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OSTINATO_HOME", str(tmp_path))
     expected = {

@@ -24,7 +24,7 @@ from ostinato.backends.machine import (
     free_host_bytes,
     package_version,
 )
-from ostinato.backends.native.library import native_status
+from ostinato.backends.native.library import compiler_of_object, native_status
 from ostinato.cli import flags
 from ostinato.cli.output import write_columns, write_json
 from ostinato.engine.cores import allowed_processors, default_threads
@@ -61,7 +61,10 @@ def examine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "packages": {name: package_version(name) for name in _PACKAGES},
         "cpu": _cpu(),
-        "native": {name: getattr(native, name) for name in ("level", "origin", "why_not", "line")},
+        "native": {
+            **{name: getattr(native, name) for name in ("level", "origin", "why_not", "line")},
+            "compiler": compiler_of_object(),
+        },
         "memory": _memory(),
         "cuda": cuda,
         "modes": _modes(cuda),
@@ -185,7 +188,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
         ("packages", packages + (f"; not installed: {absent}" if absent else "")),
         ("cpu", f"{cpu['name']}, {cpu['cores']} cores, {' '.join(cpu['flags']) or 'no known extensions'}"),
         ("threads", f"{cpu['threads']} by default, one for each physical core (--threads)"),
-        ("native code", report["native"]["line"]),
+        ("native code", _native_line(report["native"])),
         ("memory", f"{_size(memory['free'])} free of {_size(memory['total'])}"),
         ("driver", _driver_line(cuda)),
     ]
@@ -205,6 +208,10 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
     return (
         rows if report["plan"] is None else [*rows, ("memory plan", f"of {store.DEFAULT}"), *plan_rows(report["plan"])]
     )
+
+
+def _native_line(native: dict[str, Any]) -> str:
+    return native["line"] + (f"; made by {native['compiler']}" if native["compiler"] else "")
 
 
 def _driver_line(cuda: dict[str, Any]) -> str:

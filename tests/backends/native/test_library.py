@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -13,13 +14,16 @@ from ostinato import build
 from ostinato.backends.native import cpu_levels
 from ostinato.backends.native import library as native_cpu
 from ostinato.backends.native.cpu_levels import DOTPROD, I8MM, LEVELS, NEON, PLAIN, V2, V3, V4, best_level, levels_of
-from ostinato.backends.native.library import cpu_library, native_status, why_no_native
+from ostinato.backends.native.library import compiler_of_object, cpu_library, native_status, why_no_native
 from ostinato.errors import HardwareCannot
 from tests.counts import soaking
 
 REAL = native_cpu.FOLDERS
 KEPT = build._folder()
-SMALL = '#include "two.h"\nextern "C" int two() { return TWO; }\n'
+SMALL = """#include "two.h"
+extern "C" int two() { return TWO; }
+extern "C" const char* ostinato_compiler() { return "Abc 1.2"; }
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +41,10 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(native_cpu, "_opened", {})
     monkeypatch.setattr(native_cpu, "_failed", {})
     build._failed.clear()
+    build._temporary.clear()
     yield native
     build._failed.clear()
+    build._temporary.clear()
 
 
 @pytest.fixture
@@ -53,6 +59,7 @@ def compiler() -> None:
 def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build, "_zig", lambda: None)
 
 
 @pytest.fixture
@@ -65,7 +72,7 @@ def prebuild(native: Path, level: cpu_levels.Level = PLAIN) -> Path:
     """What the wheel's build step does."""
     folder = native / "built"
     folder.mkdir(exist_ok=True)
-    made = native_cpu.compile_sources((native,), (*level.flags, "-DPREBUILT"))
+    made = native_cpu.compile_sources((native,), level, "-DPREBUILT")
     path = folder / f"{level.name}.so"
     path.write_bytes(made.read_bytes())
     own = sha256(path.read_bytes()).hexdigest()
@@ -128,6 +135,7 @@ def test_a_level_that_this_cpu_has_not_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_it_is_compiled_once_and_says_so_once(compiler: None, plain: None, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     assert native_status().origin == "compiled at first use, and kept"
+    assert compiler_of_object() is None
     library = cpu_library(said.append)
     assert library.two() == 2
     assert cpu_library(said.append) is library
@@ -135,7 +143,33 @@ def test_it_is_compiled_once_and_says_so_once(compiler: None, plain: None, monke
     assert cpu_library(said.append).two() == 2
     assert said == [f"compiling the CPU loop, once: about {native_cpu.COMPILE_S} s"]
     assert native_status().line == "native loop for plain C++ (level plain), compiled"
+    assert compiler_of_object() == "Abc 1.2"
+    monkeypatch.setattr(native_cpu, "_opened", {})
+    assert compiler_of_object() == "Abc 1.2", "of what is kept"
     assert why_no_native() is None
+
+
+@pytest.mark.parametrize("home", ["a file", "read-only"])
+def test_where_nothing_can_be_kept_it_is_compiled_for_this_process(
+    compiler: None, plain: None, home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "home"
+    folder.mkdir()
+    if home == "a file":
+        (folder / "kernels").write_text("where the folder should be")
+    else:
+        folder.chmod(0o500)
+
+        def refuse(path: Path, content: bytes) -> None:
+            raise PermissionError(13, "Permission denied")  # root may write everywhere
+
+        monkeypatch.setattr(build.store, "write_whole", refuse)
+    said: list[str] = []
+    assert cpu_library(said.append).two() == 2
+    monkeypatch.setattr(native_cpu, "_opened", {})
+    assert cpu_library(said.append).two() == 2, "of the first time"
+    assert len(said) == 2
+    assert re.fullmatch(r"the compiled cpu\.cpp cannot be kept in .*kernels \(.*\), so every start .*", said[1])
 
 
 def test_another_header_makes_another_object(compiler: None, plain: None, sources: Path) -> None:
@@ -194,6 +228,7 @@ def test_the_wheels_object_is_used_and_nothing_is_compiled(
     prebuild(sources)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build, "_zig", lambda: None)
     said: list[str] = []
     assert native_status().origin == "of the wheel"
     assert isinstance(cpu_library(said.append), ctypes.CDLL)
@@ -224,6 +259,7 @@ def test_an_object_that_cannot_be_trusted_is_compiled_again_and_noted(
     monkeypatch.setattr(native_cpu, "_opened", {})
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build, "_zig", lambda: None)
     with pytest.raises(HardwareCannot, match=f"{why}.*, and no C\\+\\+ compiler"):
         cpu_library()
 
@@ -245,7 +281,10 @@ def test_with_neither_object_nor_compiler_everything_says_why(no_compiler: None)
     why = why_no_native()
     assert why is not None
     assert "no prebuilt object is installed, and no C++ compiler" in why
-    assert all(f"`{way}" in why for way in ("apt install g++", "dnf install gcc-c++", "apk add g++", "xcode-select"))
+    assert all(
+        f"`{way}" in why
+        for way in ("pip install ziglang", "apt install g++", "dnf install gcc-c++", "apk add g++", "xcode-select")
+    )
     assert native_status().line == f"no native loop on this CPU: {why}; eager, which runs instead, is many times slower"
     for _ in range(2):
         with pytest.raises(HardwareCannot, match=r"no prebuilt object.*no C\+\+ compiler.*CXX"):
@@ -264,6 +303,6 @@ def test_the_real_sources_compile_without_a_warning(compiler: None, monkeypatch:
         pytest.skip(f"the sources were not compiled for {name}: without OSTINATO_SOAK=1 only this CPU's own level is")
     monkeypatch.setattr(build, "_folder", lambda: KEPT)  # sources that have compiled so are not compiled again
     # Vectors that are "maybe uninitialised" are the compiler's own headers': they are so on purpose.
-    flags = (*LEVELS[name].flags, "-Werror", "-Wno-maybe-uninitialized")
-    library = ctypes.CDLL(str(native_cpu.compile_sources(REAL, flags)))
+    made = native_cpu.compile_sources(REAL, LEVELS[name], "-Werror", "-Wno-maybe-uninitialized")
+    library = ctypes.CDLL(str(made))
     assert library.ostinato_run

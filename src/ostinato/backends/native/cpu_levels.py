@@ -52,7 +52,7 @@ class Level:
         """The same for zig: without a CPU it would take this machine's own."""
         common = [flag for flag in COMMON_FLAGS if flag not in _GCC_ALONE]
         defines = [flag for flag in self.march if flag.startswith("-D")]
-        return (*common, *defines, f"-mcpu={self.zig_cpu}")
+        return (*common, *defines, "-DMADE_BY_ZIG", f"-mcpu={self.zig_cpu}")
 
 
 X86_64: Final = "x86_64"
@@ -63,9 +63,7 @@ _V3: Final = _V2 | frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm
 _V4: Final = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"])
 _DOTPROD: Final = frozenset(["atomics", "asimddp"])
 
-V4: Final = Level(
-    "v4", X86_64, _V4, ("-march=x86-64-v4", "-mavx512vnni"), "x86_64_v4+avx512vnni", "AVX-512 with VNNI"
-)
+V4: Final = Level("v4", X86_64, _V4, ("-march=x86-64-v4", "-mavx512vnni"), "x86_64_v4+avx512vnni", "AVX-512 with VNNI")
 V3: Final = Level("v3", X86_64, _V3, ("-march=x86-64-v3",), "x86_64_v3", "AVX2")
 V2: Final = Level("v2", X86_64, _V2, ("-march=x86-64-v2",), "x86_64_v2", "SSE4.2")
 I8MM: Final = Level(

@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Final
+from typing import Final, TypedDict
 
 from ostinato import build
 from ostinato.backends.native import cpu_levels
@@ -26,7 +26,9 @@ from ostinato.options import Talk
 # The backend's own sources, and the headers that all backends share.
 FOLDERS: Final = (Path(__file__).parent / "src", LOOP_SOURCES)
 BUILT: Final = Path(__file__).parent / "built"  # a wheel's objects
-COMPILE_S: Final = 6  # what compiling takes on two cores at the first use of a checkout, for the message
+# What compiling takes on two cores at the first use of a checkout, for the message; zig makes its C++ library first.
+COMPILE_S: Final = 6
+ZIG_COMPILE_S: Final = 60
 
 
 # Of this process: a library is opened once and never closed, and a level that failed stays so (E-7).
@@ -112,6 +114,26 @@ def native_status() -> NativeStatus:
     return NativeStatus(level.name, level.words, origin, why_not, note)
 
 
+def compiler_of_object() -> str | None:
+    """The compiler that made this CPU's object, as the object says it; None while there is no object."""
+    try:
+        level, extra = chosen_level(), _extra_flags()
+        key = level.name, " ".join(extra)
+        if key in _opened:
+            return _said_compiler(_opened[key][0])
+        found = None if extra else wheel_object(level)[0]
+        found = found or build.kept_object(**_inputs(FOLDERS, level, extra))
+        return _said_compiler(ctypes.CDLL(str(found))) if found else None
+    except (HardwareCannot, OSError):  # `native_status` says why
+        return None
+
+
+def _said_compiler(library: ctypes.CDLL) -> str:
+    library.ostinato_compiler.restype = ctypes.c_char_p
+    said: bytes = library.ostinato_compiler()
+    return said.decode().strip()
+
+
 def chosen_level() -> Level:
     """The level that OSTINATO_CPU_LEVEL names, if this CPU has it, or the best it has."""
     found, machine = cpu_levels.features(), cpu_levels.architecture()
@@ -174,19 +196,36 @@ def _open(level: Level, extra: tuple[str, ...], talk: Talk | None) -> tuple[ctyp
 
 
 def _compiled(level: Level, extra: tuple[str, ...], talk: Talk | None) -> Path:
-    def report() -> None:
-        if talk is not None:
-            talk(f"compiling the CPU loop, once: about {COMPILE_S} s")
+    said: Talk = talk or (lambda _: None)
 
-    return compile_sources(FOLDERS, (*level.flags, *extra), report)
+    def report(compiler: build.Cxx) -> None:
+        said(f"compiling the CPU loop, once: about {ZIG_COMPILE_S if compiler.is_zig else COMPILE_S} s")
+
+    return build.shared_object(**_inputs(FOLDERS, level, extra), before_compiling=report, not_kept=said)
 
 
-def compile_sources(folders: Sequence[Path], flags: Sequence[str], before: Callable[[], None] = lambda: None) -> Path:
-    """The sources of some folders compiled with these flags, unless that is kept already; its path."""
+class _Inputs(TypedDict):
+    """What an object is compiled from, as `build` takes it."""
+
+    source: str
+    name: str
+    headers: dict[str, str]
+    beside: dict[str, str]
+    flags: Sequence[str]
+    zig_flags: Sequence[str]
+
+
+def _inputs(folders: Sequence[Path], level: Level, extra: Sequence[str]) -> _Inputs:
     texts = cpu_levels.sources(*folders)
     source = texts.pop(cpu_levels.SOURCE)
     units = {name: text for name, text in texts.items() if name.endswith(cpu_levels.UNIT)}
     headers = {name: text for name, text in texts.items() if name not in units}
-    return build.shared_object(
-        source, cpu_levels.SOURCE, headers=headers, beside=units, flags=flags, before_compiling=before
+    flags, zig_flags = (*level.flags, *extra), (*level.zig_flags, *extra)
+    return _Inputs(
+        source=source, name=cpu_levels.SOURCE, headers=headers, beside=units, flags=flags, zig_flags=zig_flags
     )
+
+
+def compile_sources(folders: Sequence[Path], level: Level, *extra: str) -> Path:
+    """The sources of some folders compiled for a level with some flags more, unless that is kept already; its path."""
+    return build.shared_object(**_inputs(folders, level, extra))
