@@ -6,10 +6,12 @@ MODEL :=
 PORT :=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Of this machine; where there is none, `make run` installs zig, which has one.
+COMPILER := $(shell command -v "$${CXX:-c++}" || command -v g++ || command -v clang++)
 NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
 EXTRAS := serve$(if $(NVIDIA),$(shell echo ,)gpu)
 
-.PHONY: help run serve test tests quick check bench soak docs sanitize test-gpu wheel clean
+.PHONY: help run serve test tests quick check bench soak docs sanitize test-gpu test-arm wheel clean
 
 run: .venv/installed  # streams an answer; PROMPT="..." and MODEL=file.gguf choose
 	@$(BIN)/ostinato run $${MODEL:+--model "$$MODEL"} --max-tokens 256 "$$PROMPT"
@@ -53,10 +55,15 @@ docs: .venv/installed-dev  # the reference of the Python API, as HTML
 test-gpu: .venv/installed-dev  # compares CUDA with the CPU
 	for part in exact speed stress tape; do $(BIN)/python -m bench.gpu_check --part $$part || exit 1; done
 
-# With objects of the CPU loop for two levels of x86-64, where there is a compiler; OSTINATO_WHEEL_OBJECTS=0 leaves them out.
-wheel: .venv/installed  # builds a wheel into dist
-	rm -rf build
-	SETUPTOOLS_USE_DISTUTILS=local $(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+# With objects of the CPU loop for every level of CPU, made by zig for glibc 2.28; OSTINATO_WHEEL_OBJECTS=0 leaves them out.
+wheel: .venv/installed  # builds a wheel for each architecture into dist
+	$(PIP) 'setuptools>=77' ziglang
+	for arch in x86_64 aarch64; do rm -rf build; OSTINATO_WHEEL_ARCH=$$arch SETUPTOOLS_USE_DISTUTILS=local \
+	  $(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist . || exit 1; done
+
+# Wheels of both architectures, and every level's bits: AArch64 runs under Debian's qemu-user, in .venv/arm64.
+test-arm: .venv/installed-dev  # compares AArch64 with x86-64, emulated
+	$(BIN)/pytest -rs tests/arm/check_arm.py
 
 # The native CPU loop's tests with every access and every undefined step watched. Compiled first, by itself: the compiler
 # need not be watched. What Python and torch never give back is no leak of ours.
@@ -82,6 +89,8 @@ clean:  # removes .venv and what was built
 .venv/installed: .venv/python pyproject.toml constraints.txt
 	@echo "Installing Ostinato ($(EXTRAS)) into .venv; the first time takes a minute or more." >&2
 	@$(PIP) --editable '.[$(EXTRAS)]' >&2
+	@$(if $(COMPILER),,$(PIP) ziglang >/dev/null 2>&1 || { echo "There is no C++ compiler here, and ziglang, which has \
+	one, could not be installed from PyPI: install g++ or clang, then try again." >&2; exit 2; })
 	@touch $@
 
 .venv/installed-dev: .venv/installed

@@ -2,7 +2,9 @@
 
 import os
 import re
+import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,11 @@ import pytest
 from tests.rules import ROOT
 
 
-def made(*words: str, **environment: str) -> str:
+def made(*words: str, old: Sequence[str] = (".venv/installed",), **environment: str) -> str:
     """What make prints; nothing is installed, and a make around this one is not heard."""
     own = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
     ran = subprocess.run(
-        ["make", "--no-print-directory", "--old-file", ".venv/installed", *words],
+        ["make", "--no-print-directory", *(f"--old-file={name}" for name in old), *words],
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=True, env={**own, **environment},
     )  # fmt: skip
     return ran.stdout
@@ -23,6 +25,16 @@ def made(*words: str, **environment: str) -> str:
 def test_help_lists_every_target() -> None:
     (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert set(re.findall(r"^make ([\w-]+) +\S", made("help"), re.MULTILINE)) == set(targets.split())
+
+
+def test_zig_is_installed_where_there_is_no_compiler(tmp_path: Path) -> None:
+    for name in ("sh", "make"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    words = ("--dry-run", "--new-file", "pyproject.toml", "--old-file", ".venv/python", ".venv/installed")
+    zig = "constraints.txt ziglang"
+    assert zig in made(*words, old=(), PATH=str(tmp_path), CXX="")
+    (tmp_path / "g++").symlink_to("/bin/sh")
+    assert zig not in made(*words, old=(), PATH=str(tmp_path), CXX="")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """The host's side of the rings: it stages admissions, publishes inbox entries and reads outbox entries.
 
-Entries are written first and the index that publishes them last. A plain store is enough for that here: x86 keeps a
-writer's stores in order, and each index has its own 64 bytes. The loop calls nothing here; docs/ring.md describes
-both sides.
+Entries are written first and the index that publishes them last, with a fence between the two; each index has its own
+64 bytes. The loop calls nothing here; docs/ring.md describes both sides.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from ostinato.errors import BadInput
+from ostinato.loop.fence import fence
 from ostinato.loop.layout import (
     GRANT_PAGES,
     MAX_LOGIT_BIAS,
@@ -167,6 +167,7 @@ class HostSide:
         words = list(rest)
         entry[InboxWord.COUNT : InboxWord.COUNT + len(words)] = words
         # Stored last: the loop reads the head without a lock and takes every entry below it.
+        fence()
         self._words[Word.INBOX_HEAD, 0] = head + 1
         return True
 
@@ -183,8 +184,10 @@ class HostSide:
         n = min(self.word(Word.OUTBOX_HEAD) - tail, most)
         if n <= 0:
             return []
+        fence()
         size = self._layout.outbox_entries
         entries = [self._entry(place % size) for place in range(tail, tail + n)]
+        fence()
         self._words[Word.OUTBOX_TAIL, 0] = tail + n
         return entries
 

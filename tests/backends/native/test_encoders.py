@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ostinato.backends.base import CHUNK_ROWS, ChunkPart, ChunkWant
+from ostinato.backends.native.cpu_levels import architecture, levels_of
 from ostinato.backends.native.library import chosen_level
 from ostinato.backends.native.tiles import TileMatrix
 from ostinato.backends.torch.model import Model
@@ -136,7 +137,7 @@ def test_bits_do_not_depend_on_threads_or_on_the_texts_beside(family: str, wide:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "nomic-bert"])
-@pytest.mark.parametrize("level", ["v3", "plain"])
+@pytest.mark.parametrize("level", [level.name for level in levels_of(architecture())[1:3]])
 def test_bits_do_not_depend_on_the_level_of_the_cpu(family: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, texts = tiled(encoder(family)), [text_of(n) for n in LENGTHS]
     with opened(model) as engine:

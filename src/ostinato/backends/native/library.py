@@ -60,7 +60,8 @@ def cpu_library(talk: Talk | None = None, *, level: Level | None = None) -> ctyp
     another one than this CPU's best.
 
     OSTINATO_CPU_LEVEL forces a level: v4, v3 or v2, i8mm, dotprod or neon, or plain. OSTINATO_CPU_FLAGS adds flags of
-    the compiler, and then the wheel's objects are left aside. Raises HardwareCannot with the reason where there is no object to be had.
+    the compiler, and then the wheel's objects are left aside. Raises HardwareCannot with the reason where there is no
+    object to be had.
     """
     level, extra = level or chosen_level(), _extra_flags()
     key = level.name, " ".join(extra)
