@@ -211,7 +211,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _native_line(native: dict[str, Any]) -> str:
-    return native["line"] + (f"; made by {native['compiler']}" if native["compiler"] else "")
+    return f"{native['line']}; made by {native['compiler']}" if native["compiler"] else str(native["line"])
 
 
 def _driver_line(cuda: dict[str, Any]) -> str:

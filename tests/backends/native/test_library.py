@@ -16,6 +16,7 @@ from ostinato.backends.native import library as native_cpu
 from ostinato.backends.native.cpu_levels import DOTPROD, I8MM, LEVELS, NEON, PLAIN, V2, V3, V4, best_level, levels_of
 from ostinato.backends.native.library import compiler_of_object, cpu_library, native_status, why_no_native
 from ostinato.errors import HardwareCannot
+from ostinato.files import store
 from tests.counts import soaking
 
 REAL = native_cpu.FOLDERS
@@ -163,7 +164,7 @@ def test_where_nothing_can_be_kept_it_is_compiled_for_this_process(
         def refuse(path: Path, content: bytes) -> None:
             raise PermissionError(13, "Permission denied")  # root may write everywhere
 
-        monkeypatch.setattr(build.store, "write_whole", refuse)
+        monkeypatch.setattr(store, "write_whole", refuse)
     said: list[str] = []
     assert cpu_library(said.append).two() == 2
     monkeypatch.setattr(native_cpu, "_opened", {})
