@@ -13,6 +13,7 @@ import operator
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from difflib import get_close_matches
 from os import PathLike
@@ -161,10 +162,19 @@ class LLM:
         checkpoint = self._checkpoint
         shape = read_shape(checkpoint)
         settled = choose(checkpoint, shape, self._options, talk)
-        self.tokenizer = tokenizer_of(checkpoint)
-        self.template = template_of(checkpoint, self.tokenizer)
+        with ThreadPoolExecutor(1) as beside:
+            texts = beside.submit(self._load_texts)
+
+            def refuse_early(done: int, total: int) -> None:
+                """A tokenizer that cannot be made is not told after gigabytes of weights."""
+                if texts.done():
+                    texts.result()
+                if progress is not None:
+                    progress(done, total)
+
+            model = load_model(checkpoint, shape, settled, refuse_early)
+            texts.result()
         self.defaults = default_sampling(checkpoint)
-        model = load_model(checkpoint, shape, settled, progress)
         ends, n_tokens = self.tokenizer.eog_ids, self.tokenizer.vocab_size
         constrain = Grammars(self.tokenizer, shape.vocab).matcher
         self._loop_engine = (
@@ -186,6 +196,10 @@ class LLM:
             talk(sentence)
         self._recent: HeldSequence | None = None  # the last answer and its prompt, or a loaded state
         return settled
+
+    def _load_texts(self) -> None:
+        self.tokenizer = tokenizer_of(self._checkpoint)
+        self.template = template_of(self._checkpoint, self.tokenizer)
 
     def __repr__(self) -> str:
         if self._closed:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from heapq import heappop, heappush
 
 from ostinato.errors import InternalError
 
@@ -19,7 +20,9 @@ class Pages:
             raise InternalError(f"{n_pages} pages of {page_cells} cells cannot hold anything")
         self.page_cells = page_cells
         self._holders = [0] * n_pages
-        self._free = list(range(n_pages - 1, -1, -1))  # the last is granted first: at the start, page 0
+        # A heap: the lowest is granted first, so that memory which was written before is written again, and pages that
+        # were only promised cost nothing.
+        self._free = list(range(n_pages))
 
     @property
     def n_free(self) -> int:
@@ -36,7 +39,7 @@ class Pages:
             raise InternalError(f"{n} pages cannot be taken")
         if n > len(self._free):
             return None
-        taken = [self._free.pop() for _ in range(n)]
+        taken = [heappop(self._free) for _ in range(n)]
         for page in taken:
             self._holders[page] = 1
         return taken
@@ -63,7 +66,8 @@ class Pages:
             self._holders[page] -= 1
             if self._holders[page] == 0:
                 freed.append(page)
-        self._free.extend(freed)
+        for page in freed:
+            heappush(self._free, page)
         return freed
 
     def _check_exists(self, page: int) -> None:

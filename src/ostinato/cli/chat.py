@@ -188,7 +188,7 @@ def chat(
 
     /reset, /system TEXT, /help and /quit are commands; Ctrl-C stops an answer; Ctrl-D leaves.
     """
-    with opened(model, load) as llm:
+    with opened(model, load, chats=True) as llm:
         if llm.template is None:
             raise BadInput(f"{llm.name} has no chat template, so it cannot chat; use `ostinato run --raw`")
         if is_typed():

@@ -8,12 +8,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 from ostinato.cli.output import detail, talk
 from ostinato.files.fetch import megabytes
 from ostinato.options import LoadOptions
+from ostinato.text.renderer_process import renderer_at_hand
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
@@ -76,15 +77,19 @@ class LoadProgress(ProgressBar):
 
 
 @contextmanager
-def opened(model: str, options: LoadOptions) -> Iterator[LLM]:
-    """The model, loaded with the user's options, and closed at the end of the block."""
-    from ostinato import LLM
+def opened(model: str, options: LoadOptions, *, chats: bool = False) -> Iterator[LLM]:
+    """The model, loaded with the user's options, and closed at the end of the block. `chats`: its chat template will
+    be rendered soon."""
+    with renderer_at_hand() if chats else nullcontext():
+        from ostinato import LLM
 
-    progress = LoadProgress()
-    try:
-        llm = LLM(model, progress=progress, talk=talk, load=options)
-    finally:
-        progress.close()
+        progress = LoadProgress()
+        try:
+            llm = LLM(model, progress=progress, talk=talk, load=options)
+            if chats and llm.template is not None:
+                llm.template.start()
+        finally:
+            progress.close()
     with llm:
         activations = "" if llm.activations is None else f", activations {llm.activations}"
         threads = "" if llm.threads is None else f", {llm.threads} threads"

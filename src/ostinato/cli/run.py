@@ -55,7 +55,7 @@ def run(
     text = _prompt(prompt, file)
     if state is not None and not state.parent.is_dir():
         raise BadInput(f"--state {state}: there is no folder {state.parent} to save it in")
-    with opened(model, load) as llm:
+    with opened(model, load, chats=not raw) as llm:
         conversation = Conversation.at(state, llm, raw)
         pieces = conversation.ask(llm, text, system, sampling)
         if not as_json:

@@ -247,7 +247,9 @@ def answer(work: Callable[[], str]) -> dict[str, str]:
 def main() -> None:
     """Read the settings, report ready, then answer one request per line until the parent closes the pipe."""
     lines, replies = sys.stdin.buffer, sys.stdout.buffer
-    settings = json.loads(lines.readline())
+    if not (first := lines.readline()):
+        return  # started early, and not needed
+    settings = json.loads(first)
     limit("RLIMIT_AS", settings["memory_bytes"], hard=settings["memory_bytes"])
     templates: dict[str, Template] = {}
 

@@ -1,32 +1,28 @@
 """Chat templates: a conversation becomes the prompt that a model was trained on.
 
 The template is rendered by `renderer.py` in a child process, because a template is an untrusted program and
-jinja2's sandbox bounds neither its time nor its memory; this module starts that process, waits with a deadline and
-replaces it when it fails. Nothing here knows about token ids.
+jinja2's sandbox bounds neither its time nor its memory; this module asks that process, with a deadline, and replaces
+it when it fails. Nothing here knows about token ids.
 """
 
 from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ostinato.errors import BadFile, BadInput, BadTemplate, InternalError
+from ostinato.errors import BadFile, BadInput, BadTemplate
 from ostinato.files.json_file import read_json_if_there, read_text
-from ostinato.processes import OpenedHere, python_command
+from ostinato.text.renderer_process import RendererProcess
 from ostinato.text.tokenizer import Tokenizer
 
 RENDER_SECONDS = 5.0
-START_SECONDS = 30.0
 MEMORY_BYTES = 512 * 2**20
 MAX_CHARACTERS = 8 * 2**20
 _ENDED_BY_CPU_LIMIT = -signal.SIGXCPU if hasattr(signal, "SIGXCPU") else None
-_RENDERER = Path(__file__).with_name("renderer.py")
 
 
 class ChatTemplate:
@@ -62,7 +58,7 @@ class ChatTemplate:
             "max_characters": MAX_CHARACTERS,
         }
         self._lock = threading.Lock()
-        self._child: _Child | None = None
+        self._child: RendererProcess | None = None
         self._reads: dict[str, frozenset[str]] = {}
 
     def reads(self, *, tools: bool = False) -> frozenset[str]:
@@ -104,6 +100,11 @@ class ChatTemplate:
         with self._lock:
             return self._ask(request)
 
+    def start(self) -> None:
+        """Start the rendering process, so that the first render need not wait for it."""
+        with self._lock:
+            self._running()
+
     def close(self) -> None:
         """End the rendering process; a later render would start another."""
         with self._lock:
@@ -112,11 +113,14 @@ class ChatTemplate:
     def _which(self, tools: bool) -> str:
         return "tools" if tools and self.tool_source is not None else "default"
 
-    def _ask(self, request: bytes) -> str:
+    def _running(self) -> RendererProcess:
         if self._child is None or not self._child.usable():
             self._end_child()
-            self._child = _Child(self, self._settings)
-        child = self._child
+            self._child = RendererProcess(self, self._settings)
+        return self._child
+
+    def _ask(self, request: bytes) -> str:
+        child = self._running()
         try:
             reply = child.ask(request, RENDER_SECONDS)
         except BaseException:  # an interrupt, say: the reply that is still to come must not answer the next request
@@ -148,82 +152,12 @@ _LIMITS = {
 }
 
 
-def _why_silent(child: _Child) -> str:
+def _why_silent(child: RendererProcess) -> str:
     code = child.exit_code()
     if child.expired or code == _ENDED_BY_CPU_LIMIT:
         return f"did not finish within {RENDER_SECONDS:g} seconds, the limit for a template"
     # Before its time is up, a process dies of an allocation that could not even be reported.
     return f"ended its process (exit code {code}); most likely it {_MEMORY}"
-
-
-class _Child:
-    """One rendering process: a request at a time, each with a deadline."""
-
-    def __init__(self, owner: object, settings: Mapping[str, Any]) -> None:
-        try:
-            self._process = subprocess.Popen(
-                python_command(str(_RENDERER)),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in the terminal is for us, not for it
-            )
-        except OSError as error:
-            raise InternalError(f"the template renderer could not be started: {error}") from error
-        self._opened = OpenedHere()
-        self.expired = False
-        self.end = weakref.finalize(owner, _end_process, self._process, self._opened)
-        if self.ask(json.dumps(settings).encode(), START_SECONDS) is None:
-            self.end()
-            code = self._process.returncode
-            raise InternalError(f"the template renderer did not start (exit code {code}); is jinja2 installed?")
-
-    def usable(self) -> bool:
-        """Whether it still runs, and is ours: a forked process must not share the parent's."""
-        return bool(self._opened) and self._process.poll() is None
-
-    def exit_code(self) -> int:
-        """How the process ended; it is ended when it has not by itself."""
-        try:
-            return self._process.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-
-    def ask(self, request: bytes, seconds: float) -> dict[str, Any] | None:
-        """The reply to one line; None when there was none in time, or the process ended."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        clock = threading.Timer(seconds, self._expire)
-        clock.daemon = True
-        clock.start()
-        try:
-            self._process.stdin.write(request + b"\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except (BrokenPipeError, ConnectionResetError):
-            line = b""
-        finally:
-            clock.cancel()
-            clock.join()
-        return json.loads(line) if line.endswith(b"\n") else None
-
-    def _expire(self) -> None:
-        self.expired = True
-        self._process.kill()
-
-
-def _end_process(process: subprocess.Popen[bytes], opened: OpenedHere) -> None:
-    if not opened:
-        return  # a forked child ends, and its parent still needs the process
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        try:
-            if pipe is not None:
-                pipe.close()
-        except OSError:  # the pipe's remaining data is dropped
-            pass
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.errors import BadInput, Unsupported, listing
-from ostinato.text.byte_level import byte_level_encoder, byte_level_pieces
+from ostinato.text.byte_level import ByteLevelPieces, byte_level_encoder
 from ostinato.text.pretokenizers import find_pre_tokenizer
 from ostinato.text.sentencepiece import sentencepiece_encoder, sentencepiece_pieces
 from ostinato.text.specials import Encode
@@ -120,7 +120,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
 def _byte_level(vocabulary: Vocabulary, facts: Facts) -> Tokenizer:
     pre = find_pre_tokenizer(vocabulary.pre, vocabulary.path)
     encoder = byte_level_encoder(vocabulary, facts, pre)
-    return _assemble(vocabulary, facts, encoder, byte_level_pieces(vocabulary), add_bos=pre.add_bos)
+    return _assemble(vocabulary, facts, encoder, ByteLevelPieces(vocabulary), add_bos=pre.add_bos)
 
 
 def _sentencepiece(vocabulary: Vocabulary, facts: Facts) -> Tokenizer:

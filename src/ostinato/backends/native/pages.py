@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from ostinato.backends.native.streamed import grown_zeros
 from ostinato.cache.groups import PageGroup, group_of_layer
 from ostinato.cache.kv_bytes import KV_FORMATS, check_kv_width
 from ostinato.loop.memory import host_zeros
@@ -56,8 +57,8 @@ class NativePages:
         def layer(n_pages: int) -> LayerPages:
             heads = n_pages, shape.n_kv_heads
             return LayerPages(
-                host_zeros((*heads, width, PAGE_TOKENS), kind),
-                host_zeros((*heads, PAGE_TOKENS, width), kind),
+                grown_zeros((*heads, width, PAGE_TOKENS), kind),
+                grown_zeros((*heads, PAGE_TOKENS, width), kind),
                 host_zeros((*heads, blocks, PAGE_TOKENS), np.float16),
                 host_zeros((*heads, PAGE_TOKENS, blocks), np.float16),
             )

@@ -1,7 +1,8 @@
-"""Memory for weights that are read from end to end at every step: on the system's huge pages, where it has them.
+"""Memory that a step reads from end to end, weights and keys and values: on the system's huge pages, where it has them.
 
 A page of 2 MiB needs one TLB entry in place of 512, and the CPU prefetches up to its end. Matrices may be smaller than
-such a page, so many share a run of memory; a run is freed when its last matrix is freed.
+such a page, so many share a run of memory; a run is freed when its last matrix is freed. Keys and values have an array
+for each layer: there a short sequence would take a huge page of every layer, so each begins with plain ones.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final
+from math import prod
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from ostinato.errors import HardwareCannot
 from ostinato.loop.memory import host_zeros
 
 RUN_BYTES: Final = 256 << 20  # of addresses; memory is taken as it is written
+PLAIN_BYTES: Final = 2 << 20
 _LINE: Final = 64  # of a cache: where each array begins
 _HUGE: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
 
@@ -41,6 +45,24 @@ def streamed(n_bytes: int) -> NDArray[np.uint8]:
             _current = weakref.ref(run)
         _taken = at + -(-n_bytes // _LINE) * _LINE
         return np.frombuffer(run, np.uint8, n_bytes, at)
+
+
+def grown_zeros(shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
+    """Zeros that take memory as they are written, from the front: plain pages first, then huge ones."""
+    kind = np.dtype(dtype)
+    n_bytes = prod(shape) * kind.itemsize
+    if _HUGE is None or n_bytes <= PLAIN_BYTES:
+        return host_zeros(shape, dtype)
+    try:
+        memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise HardwareCannot(
+            f"the CPU has no memory for {n_bytes} bytes of keys and values; take a smaller context"
+        ) from error
+    with suppress(OSError):  # a system without huge pages
+        memory.madvise(_HUGE, PLAIN_BYTES, n_bytes - PLAIN_BYTES)
+        memory.madvise(mmap.MADV_NOHUGEPAGE, 0, PLAIN_BYTES)
+    return np.frombuffer(memory, kind).reshape(shape)
 
 
 def _run(n_bytes: int, advice: int) -> mmap.mmap:
