@@ -90,3 +90,12 @@ def test_pages_must_be_able_to_hold_something(sizes: tuple[int, int]) -> None:
         Pages(*sizes)
     with pytest.raises(InternalError):
         Pages(2, 2).take(-1)
+
+
+def test_pages_that_were_written_are_granted_again_before_those_that_were_only_promised() -> None:
+    pages = Pages(64, 16)
+    for _ in range(3):
+        promised = pages.take(40)
+        assert promised is not None
+        assert promised[:2] == [0, 1]  # what a short answer writes
+        pages.release(promised)

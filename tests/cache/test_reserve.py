@@ -168,3 +168,43 @@ def test_what_is_kept_can_be_leased_again_and_costs_nobody_a_page() -> None:
     assert reserve.n_cached == 0
     reserve.close(everything)
     assert reserve.n_available == 6
+
+
+def test_of_prompts_that_came_once_the_recent_ones_wait_and_what_was_reused_stays() -> None:
+    reserve = Reserve(one_group(1, 64), PAGE, chunk_rows=8, share_prefixes=True, recent=3)
+
+    def ask(*prompt: int) -> int:
+        lease = reserve.open(prompt, len(prompt), all_now=True)
+        assert lease is not None
+        cached = reserve.share(lease, prompt)
+        for n_done in (4, 8, len(prompt)):  # chunk by chunk
+            reserve.remember(lease, prompt, n_done)
+        reserve.close(lease)
+        return cached
+
+    common = [1, 2, 3, 4]
+    assert ask(*common, *[5] * 5) == 0
+    assert ask(*common, *[6] * 5) == 4
+    for letter in range(10, 20):
+        assert ask(*[letter] * 9) == 0
+    assert reserve.n_cached == 1 + 3 * 2  # the common page, and two of each of the last three
+    assert ask(*common, *[5] * 5) == 4
+    assert ask(*[19] * 9) == 8
+    assert ask(*[10] * 9) == 0
+
+
+def test_pages_of_a_prompt_that_still_runs_are_not_given_up_however_many_came_after_it() -> None:
+    reserve = Reserve(one_group(1, 64), PAGE, chunk_rows=8, share_prefixes=True, recent=2)
+    running, prompt = reserve.open([7] * 9, 9, all_now=True), [7] * 9
+    assert running is not None
+    reserve.remember(running, prompt, 9)
+    for letter in range(10, 20):
+        lease = reserve.open([letter] * 9, 9, all_now=True)
+        assert lease is not None
+        reserve.remember(lease, [letter] * 9, 9)
+        reserve.close(lease)
+    again = reserve.open(prompt, 9, all_now=True)
+    assert again is not None
+    assert again.pages[:2] == running.pages[:2]
+    for lease in (running, again):
+        reserve.close(lease)

@@ -286,3 +286,23 @@ def test_the_entry_point_leaves_with_the_exit_code(monkeypatch: pytest.MonkeyPat
     with pytest.raises(SystemExit) as left:
         cli.main(["rm", "no-such-model"])
     assert left.value.code == 2
+
+
+def test_a_list_of_verbs_says_what_each_says_of_itself() -> None:
+    """The list loads none of them, so it has their first sentences written down."""
+    loaded = cast(TyperGroup, get_command(cli.app())).commands
+    listed = cast(TyperGroup, get_command(cli.app("none"))).commands
+    assert list(listed) == list(loaded)
+    for name, verb in loaded.items():
+        first = (verb.help or "").split("\n\n")[0].replace("\n", " ")
+        assert listed[name].help == first
+
+
+def test_the_verb_that_is_named_is_loaded_alone() -> None:
+    code = (
+        "import sys; from ostinato.cli import call; call(['tokenize', '--help']); print(*sys.modules, file=sys.stderr)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name for name in ran.stderr.split() if name.startswith("ostinato.cli.")}
+    assert "ostinato.cli.texts" in loaded
+    assert not loaded & {"ostinato.cli.run", "ostinato.cli.bench", "ostinato.cli.lab"}

@@ -13,6 +13,8 @@ import pytest
 
 from ostinato.errors import BadFile, BadInput, BadTemplate
 from ostinato.files.checkpoint import open_checkpoint
+from ostinato.text import renderer_process
+from ostinato.text.renderer_process import renderer_at_hand
 from ostinato.text.template import ChatTemplate, sources_in_folder, sources_in_gguf, template_from
 from ostinato.text.tokenizer import tokenizer_from_gguf
 from tests.text.templates import CHATML, GENERATION, HEADERS, ONLY_PARTS, PARTS, TOOLS, TURNS
@@ -284,3 +286,20 @@ def test_prompts_are_those_of_transformers(source: str) -> None:
                     [messages], chat_template=source, bos_token="<s>", eos_token="</s>", **options
                 )
                 assert render(source, messages, **options) == theirs[0]
+
+
+def test_a_process_that_was_started_early_is_the_one_that_renders() -> None:
+    with renderer_at_hand():
+        (early, _), *_ = renderer_process._spare
+        template = ChatTemplate("{{ messages[0]['content'] }}", bos_token="", eos_token="")
+        template.start()
+        assert template._child is not None
+        assert template._child._process is early
+    assert template.render([{"role": "user", "content": "hi"}]) == "hi"
+    template.close()
+
+
+def test_a_process_that_was_started_early_and_not_needed_is_ended() -> None:
+    with renderer_at_hand():
+        (early, _), *_ = renderer_process._spare
+    assert early.poll() is not None

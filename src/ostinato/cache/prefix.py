@@ -1,9 +1,10 @@
 """Pages of prompts that were computed before, found again by their tokens: a trie with one page of tokens per node.
 
 The trie counts as a holder of its pages, so a page stays while a sequence reads it, and after that until it is needed
-elsewhere: the least recently used goes first. Each group of layers has its own page at a node. A group that sees a
-window may have given its page back, so a beginning is found where the windows before its end are complete. Integers
-only; a page is added when prefill has written all of it.
+elsewhere: the least recently used goes first. A beginning that no second prompt had is given up earlier, when enough
+newer ones have come: most prompts come once, and a page that was never written costs no memory. Each group of layers
+has its own page at a node. A group that sees a window may have given its page back, so a beginning is found where the
+windows before its end are complete. Integers only; a page is added when prefill has written all of it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class _Node:
     pages: list[int | None]
     key: tuple[int, ...]
     parent: _Node | None
+    reused: bool = False  # by another prompt than the one that added it
     children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
 
 
@@ -39,9 +41,12 @@ class PrefixCache:
     """The trie over the pools of all groups. In a group without a window, a holder of a page of a path also holds all
     pages before it."""
 
-    def __init__(self, pools: Sequence[Pages], windows: Sequence[int | None], kind: Callable[[int], int]) -> None:
+    def __init__(
+        self, pools: Sequence[Pages], windows: Sequence[int | None], kind: Callable[[int], int], *, recent: int
+    ) -> None:
         """`windows`: of each group, the positions that its layers see; None for all. `kind` of a prompt's length: pages
-        of prompts of two kinds may differ in bits, and are not shared."""
+        of prompts of two kinds may differ in bits, and are not shared. `recent`: prompts whose pages wait for a second
+        one that begins with them."""
         self._pools, self._windows, self._kind = tuple(pools), tuple(windows), kind
         self._page_tokens = pools[0].page_cells
         self._whole = [number for number, window in enumerate(windows) if window is None]
@@ -49,13 +54,16 @@ class PrefixCache:
         # Of each group, the nodes with a page, from the least recently used. Without a window, a child comes before its
         # parent, so that leaves go first; with one, a parent comes first, because the last positions are needed.
         self._by_use: list[OrderedDict[_Node, None]] = [OrderedDict() for _ in pools]
+        self._n_recent = recent
+        self._recent: OrderedDict[_Node, None] = OrderedDict()  # the last node of each prompt, from the oldest
 
     def __len__(self) -> int:
         """The number of cached pages, of all groups."""
         return sum(map(len, self._by_use))
 
-    def find(self, prompt: Sequence[int], rope_set: int = 0) -> Found:
-        """The prompt's longest cached beginning of this rope set; at least one token is left to compute."""
+    def find(self, prompt: Sequence[int], rope_set: int = 0, *, reuse: bool = False) -> Found:
+        """The prompt's longest cached beginning of this rope set; at least one token is left to compute. `reuse`: this
+        prompt reads it, so it stays until it is needed elsewhere."""
         size, path = self._page_tokens, list[_Node]()
         node: _Node | None = self._roots[self._kind(len(prompt)), rope_set]
         for start in range(0, (len(prompt) - 1) // size * size, size):
@@ -65,6 +73,8 @@ class PrefixCache:
                 break
             path.append(node)
         n = self._n_complete(path)
+        for node in path[:n] if reuse else ():
+            node.reused = True
         for group in range(len(self._pools)):
             self._use(group, path[self._first(group, n) : n])
         return Found(n, tuple(self._run(path, group, n) for group in range(len(self._pools))))
@@ -90,7 +100,33 @@ class PrefixCache:
         for group in range(len(self._pools)):
             self._use(group, path)
         if path:
+            for node in path:  # of this prompt's earlier chunks
+                self._recent.pop(node, None)
+            self._recent[path[-1]] = None
             self._prune(path[-1])
+            self._give_up_oldest()
+
+    def _give_up_oldest(self) -> None:
+        """Give up what only the oldest prompts had, unless a sequence still reads it."""
+        for node in list(self._recent)[: max(0, len(self._recent) - self._n_recent)]:
+            if not self._is_held(node):
+                del self._recent[node]
+                self._give_up(node)
+
+    def _give_up(self, node: _Node) -> None:
+        while node.parent is not None and not (node.reused or node.children or self._is_held(node)):
+            parent = node.parent
+            for group in range(len(self._pools)):
+                self._drop(node, group)
+            if parent.children.get(node.key) is node:
+                self._unlink(node)
+            node = parent
+
+    def _is_held(self, node: _Node) -> bool:
+        """Whether a sequence holds a page of this node."""
+        return any(
+            page is not None and pool.n_holders(page) > 1 for pool, page in zip(self._pools, node.pages, strict=True)
+        )
 
     def evict(self, group: int, n: int) -> int:
         """Free up to n pages of a group that have no other holder; returns how many were freed."""

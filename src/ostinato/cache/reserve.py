@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
+from typing import Final
 
 from ostinato.cache.groups import PageGroup, first_page
 from ostinato.cache.pages import Pages
 from ostinato.cache.prefix import Found, PrefixCache
 from ostinato.cache.window_pages import PageRun, WindowLease, WindowPages
 from ostinato.errors import InternalError
+
+RECENT_PROMPTS: Final = 16  # whose pages wait for a second prompt that begins with them, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +96,11 @@ class Reserve:
         chunk_rows: int,
         share_prefixes: bool,
         kind: Callable[[int], int] = lambda _: 0,
+        recent: int = RECENT_PROMPTS,
     ) -> None:
         """`chunk_rows`: of any chunk, at most. `share_prefixes`: cache prompts' pages for later prompts of the same
-        `kind`, by their length (`Chunks.rows_for`). Not for recurrent models, whose past is not in pages alone."""
+        `kind`, by their length (`Chunks.rows_for`), and of so many `recent` ones those that none has shared yet. Not
+        for recurrent models, whose past is not in pages alone."""
         self.page_tokens = page_tokens
         self._groups = tuple(groups)
         whole = [group for group in groups if group.window is None]
@@ -106,7 +111,7 @@ class Reserve:
             if group.window is not None
         )
         windows = [group.window for group in groups]
-        self._prefixes = PrefixCache(self._pools(), windows, kind) if share_prefixes else None
+        self._prefixes = PrefixCache(self._pools(), windows, kind, recent=recent) if share_prefixes else None
         self._leases: list[Lease] = []
         self._holders: Counter[int] = Counter()  # of each leased page of the whole group, the number of leases
         self._kept: KeptPages | None = None  # of one sequence that has ended
@@ -198,7 +203,7 @@ class Reserve:
 
     def share(self, lease: Lease, prompt: Sequence[int]) -> int:
         """Replace a lease's own pages by cached ones, before they are written; the number of cached positions."""
-        found = self.find(prompt, lease.rope_set)
+        found = self.find(prompt, lease.rope_set, reuse=True)
         self._begin_windows(lease, found.runs)
         if self._pages is not None and found.runs:
             own = [(place, page) for place, page in enumerate(found.runs[0].pages) if lease.pages[place] != page]
@@ -274,9 +279,9 @@ class Reserve:
             self._discount(lease.pages)
             self._pages.release(lease.pages)
 
-    def find(self, prompt: Sequence[int], rope_set: int = 0) -> Found:
-        """The prompt's longest beginning that is cached."""
-        return Found(0, ()) if self._prefixes is None else self._prefixes.find(prompt, rope_set)
+    def find(self, prompt: Sequence[int], rope_set: int = 0, *, reuse: bool = False) -> Found:
+        """The prompt's longest beginning that is cached; `reuse`: it will be read."""
+        return Found(0, ()) if self._prefixes is None else self._prefixes.find(prompt, rope_set, reuse=reuse)
 
     # Groups
 

@@ -18,7 +18,7 @@ from itertools import count
 from typing import Final
 
 from ostinato.backends.runner import Runner
-from ostinato.cache.reserve import Reserve
+from ostinato.cache.reserve import RECENT_PROMPTS, Reserve
 from ostinato.decoder.flow import PagedFlow, PendingChunk
 from ostinato.decoder.paged import PagedSequence, PagedSequences, SequencePart
 from ostinato.engine.active_work import ActiveWork
@@ -80,6 +80,7 @@ class Scheduler:
             chunk_rows=runner.chunks.rows,
             share_prefixes=share_prefixes,
             kind=runner.chunks.rows_for,
+            recent=max(RECENT_PROMPTS, 2 * options.n_slots),
         )
         self._recurs = runner.model.shape.recurrent is not None
         self._memory = PagedSequences(self.reserve, recurs=self._recurs)

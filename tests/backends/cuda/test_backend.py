@@ -8,6 +8,7 @@ import pytest
 
 from ostinato.backends.cuda.backend import CUDA, WHY_NO_LOOP, why_not_blocks
 from ostinato.backends.machine import Machine
+from ostinato.extras import install_command
 from ostinato.models.header import tensors_in
 from ostinato.models.shape import ExpertShape
 from ostinato.options import LoadOptions
@@ -43,7 +44,7 @@ def test_what_has_no_kernels_is_told_by_name() -> None:
 def test_a_machine_is_told_what_it_lacks() -> None:
     assert CUDA.why_not_here("loop", CARD) is None
     bare = replace(CARD, missing=("triton", "cuda-core"))
-    assert CUDA.why_not_here("eager", bare) == "not installed: triton, cuda-core (pip install 'ostinato[gpu]')"
+    assert CUDA.why_not_here("eager", bare) == f"not installed: triton, cuda-core; type: {install_command('gpu')}"
     old = replace(CARD, driver_cuda=12_030)
     assert CUDA.why_not_here("graph", old) is None
     assert CUDA.why_not_here("loop", old) == "the NVIDIA driver knows CUDA 12.3; WHILE nodes need 12.4 or newer"

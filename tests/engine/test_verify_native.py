@@ -1,0 +1,98 @@
+"""`verify` of the native loop by itself: what agrees is found to agree, and what does not is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ostinato.backends.compare import first_unequal
+from ostinato.engine.choose import choose
+from ostinato.engine.load import load_model
+from ostinato.engine.verify_native import NativeVerifier, same_answers
+from ostinato.errors import HardwareCannot
+from ostinato.files.checkpoint import open_checkpoint
+from ostinato.models.blocks import LoadedModel
+from ostinato.models.registry import read_shape
+from ostinato.options import LoadOptions
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def made(tiny_gguf: Path) -> Iterator[tuple[NativeVerifier, Callable[[], LoadedModel]]]:
+    with open_checkpoint(tiny_gguf) as checkpoint:
+        shape = read_shape(checkpoint)
+        settled = choose(checkpoint, shape, LoadOptions(device="cpu", threads=1), lambda _: None)
+
+        def load() -> LoadedModel:
+            return load_model(checkpoint, shape, settled)
+
+        yield NativeVerifier(load(), settled, shape.vocab), load
+
+
+def test_the_loop_agrees_with_its_plainest_code_other_threads_slots_and_cuts(made: Any) -> None:
+    verifier, load = made
+    report = verifier.verify(load, lambda _: None)
+    assert report.passed
+    assert len(report.checks) >= 6
+    assert all(check.comparison == "bits" and check.n_compared > 50 for check in report.checks if check.name == "loop")
+
+
+def test_a_loop_that_answers_otherwise_is_named(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier, load = made
+    right = NativeVerifier.entries
+
+    def wrong(self: NativeVerifier, cases: Any = None, **how: Any) -> Any:
+        entries = right(self, cases, **how)
+        return [replace_token(entry) for entry in entries] if how.get("chunk_rows") else entries
+
+    def replace_token(entry: Any) -> Any:
+        return entry._replace(token=entry.token + 1) if entry.position == 9 else entry
+
+    monkeypatch.setattr(NativeVerifier, "entries", wrong)
+    report = verifier.verify(load, lambda _: None)
+    (failed,) = (check for check in report.checks if not check.passed)
+    assert failed.against == "prompts cut at every 7 tokens"
+    assert failed.difference is not None
+    assert failed.difference.buffer == "outbox.token"
+
+
+def test_an_object_that_cannot_be_had_is_told_and_not_a_difference(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier, load = made
+
+    def none(**_: Any) -> Any:
+        raise HardwareCannot("there is no compiler")
+
+    monkeypatch.setattr("ostinato.engine.verify_native.cpu_library", none)
+    report = verifier.verify(load, lambda _: None)
+    assert report.passed
+    assert list(report.not_run.values()) == ["there is no compiler"]
+
+
+def test_answers_of_other_lengths_are_no_equals(made: Any) -> None:
+    verifier, _ = made
+    entries = verifier.entries()
+    assert same_answers(entries, entries).difference is None
+    assert same_answers(entries, entries[:-1]).difference is not None
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16, np.int8, np.uint16])
+def test_the_first_bit_that_differs_between_two_arrays_is_found(kind: Any) -> None:
+    one = np.arange(24).reshape(4, 6).astype(kind)
+    two = one.copy()
+    assert first_unequal("node", "x", one, two) is None
+    two.view(np.uint8).reshape(-1)[13 * one.itemsize] ^= 1
+    found = first_unequal("node", "x", one, two)
+    assert found is not None
+    assert (found.place, found.n_elements) == ((2, 1), 1)
+    assert first_unequal("node", "x", one, two[:3]) is not None
+    same = np.array([1.0, np.nan], np.float32)
+    other = same.copy()
+    other.view(np.uint32)[1] ^= 1
+    not_a_number = first_unequal("node", "x", same, other)
+    assert not_a_number is not None
+    assert "bits" in not_a_number.found

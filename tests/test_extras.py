@@ -1,0 +1,62 @@
+"""What is optional: every extra is known, and what to type for it is right."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ostinato import LLM, extras
+from ostinato.errors import HardwareCannot
+from ostinato.extras import MissingExtra, check_extra, install_command, why_missing
+
+ROOT = Path(__file__).parents[1]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def test_the_packages_of_an_extra_are_those_of_the_project() -> None:
+    assert set(extras.PACKAGES) == set(EXTRAS) - {"dev", "wheel"}
+    for extra, packages in extras.PACKAGES.items():
+        named = {entry.split(">")[0].split("[")[0] for entry in EXTRAS[extra]}
+        inside = {name for entry in EXTRAS[extra] if "ostinato[" in entry for name in ("torch", "fastapi")}
+        assert set(packages) <= named | inside
+
+
+def test_what_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_missing("torch", "it") is None
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingExtra, match="it needs torch, which is not installed; type: ") as refused:
+        check_extra("torch", "it")
+    assert install_command("torch") in str(refused.value)
+    assert refused.value.exit_code == 4
+    assert install_command("serve").endswith(f"--editable '{ROOT}[serve]'")
+
+
+def test_on_linux_without_a_driver_the_cpu_build_of_torch_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(extras, "_NVIDIA", tmp_path / "absent")
+    assert "--torch-backend cpu" in (why_missing("torch", "it") or "")
+    monkeypatch.setattr(extras, "_NVIDIA", tmp_path)
+    assert "--torch-backend cpu" not in (why_missing("torch", "it") or "")
+
+
+@pytest.mark.parametrize("words", [{"mode": "eager"}, {"dtype": "float32"}])
+def test_what_only_torch_can_do_is_refused_before_anything_is_loaded(
+    words: dict[str, str], tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr("ostinato.llm.load_model", lambda *_: pytest.fail("weights were loaded"))
+    with pytest.raises(HardwareCannot, match="needs torch, which is not installed; type: "):
+        LLM(tiny_gguf, device="cpu", **words)  # type: ignore[arg-type]  # by name
+
+
+def test_a_decoder_of_the_callers_own_needs_torch(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(tiny_gguf, device="cpu") as llm:
+        monkeypatch.setitem(sys.modules, "torch", None)
+        with pytest.raises(MissingExtra, match=r"LLM\.decoder needs torch"):
+            llm.decoder()
