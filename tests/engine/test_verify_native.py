@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from ostinato.backends.compare import first_unequal
+from ostinato.backends.native import library
+from ostinato.backends.native.cpu_levels import PLAIN, Level, architecture, levels_of
 from ostinato.engine.choose import choose
 from ostinato.engine.load import load_model
 from ostinato.engine.verify_native import NativeVerifier, same_answers
@@ -61,16 +63,21 @@ def test_a_loop_that_answers_otherwise_is_named(made: Any, monkeypatch: pytest.M
     assert failed.difference.buffer == "outbox.token"
 
 
-def test_an_object_that_cannot_be_had_is_told_and_not_a_difference(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_plainest_object_of_the_wheel_is_compared(made: Any, monkeypatch: Any) -> None:
     verifier, load = made
+    open_object = library.cpu_library
 
-    def none(**_: Any) -> Any:
-        raise HardwareCannot("there is no compiler")
+    def no_plain(*, level: Level) -> Any:
+        if level is PLAIN:
+            raise HardwareCannot("there is no compiler")
+        return open_object(level=level)
 
-    monkeypatch.setattr("ostinato.engine.verify_native.cpu_library", none)
+    monkeypatch.setattr(library, "cpu_library", no_plain)
     report = verifier.verify(load, lambda _: None)
     assert report.passed
-    assert list(report.not_run.values()) == ["there is no compiler"]
+    next_plainest = levels_of(architecture())[-2]
+    if next_plainest != library.chosen_level():
+        assert ("loop", next_plainest.words) in [(check.name, check.against) for check in report.checks]
 
 
 def test_answers_of_other_lengths_are_no_equals(made: Any) -> None:

@@ -150,9 +150,16 @@ def chosen_level() -> Level:
     return level
 
 
-def plainest_level() -> Level:
-    """The level that every machine of this kind can run."""
-    return list(cpu_levels.LEVELS.values())[-1]
+def plainest_library() -> tuple[Level, ctypes.CDLL]:
+    """The plainest object that can be had here, and its level: plain C++ where there is a compiler, else a wheel's."""
+    here, why = cpu_levels.features(), list[str]()
+    for level in reversed(cpu_levels.levels_of(cpu_levels.architecture())):
+        if level.needs <= here:
+            try:
+                return level, cpu_library(level=level)
+            except HardwareCannot as error:
+                why.append(str(error))
+    raise HardwareCannot(why[0])
 
 
 def wheel_object(level: Level) -> tuple[Path | None, str | None]:
