@@ -73,5 +73,7 @@ def __getattr__(name: str) -> "Any":
     if name in _HOMES:
         if name in ("LLM", "AsyncLLM"):
             import_module("ostinato.backends.torch.amx").limit_early()  # must come before torch is loaded
+        if name == "Decoder":
+            import_module("ostinato.extras").check_extra("torch", "ostinato.Decoder")
         return getattr(import_module(f"ostinato.{_HOMES[name]}"), name)
     raise AttributeError(f"ostinato has no {name!r}; its names are {', '.join(__all__)}")

@@ -21,8 +21,6 @@ PACKAGES: Final = {
 _MODULES: Final = {"cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings", "prometheus-client": "prometheus_client"}
 _CHECKOUT: Final = Path(__file__).parents[2]
 _NVIDIA: Final = Path("/proc/driver/nvidia")
-# pip takes torch's CUDA build on Linux; uv chooses the build by a word.
-_CPU_TORCH: Final = "pip install uv && uv pip install --torch-backend cpu torch"
 
 
 class MissingExtra(HardwareCannot):
@@ -39,10 +37,11 @@ def why_missing(extra: str, what: str, *packages: str) -> str | None:
     lacking = missing(extra, packages)
     if not lacking:
         return None
-    cpu = ""
+    are = "is" if len(lacking) == 1 else "are"
+    said = f"{what} needs {', '.join(lacking)}, which {are} not installed; type: {install_command(extra)}"
     if "torch" in lacking and extra == "torch" and sys.platform == "linux" and not _NVIDIA.exists():
-        cpu = f"; that brings about 3 GB of CUDA packages, unless you install the CPU build first: {_CPU_TORCH}"
-    return f"{what} needs {', '.join(lacking)}, which is not installed; type: {install_command(extra)}{cpu}"
+        said += f", which brings about 3 GB of CUDA packages; without them: {cpu_install_command(extra)}"
+    return said
 
 
 def check_extra(extra: str, what: str, *packages: str) -> None:
@@ -51,11 +50,25 @@ def check_extra(extra: str, what: str, *packages: str) -> None:
         raise MissingExtra(why)
 
 
+def check_structured_output() -> None:
+    """Refuse an answer that must follow something where the package that computes its masks is not installed."""
+    check_extra("serve", "an answer that follows a schema, a regex or a grammar", "llguidance")
+
+
 def install_command(extra: str) -> str:
     """What installs an extra beside this package, from its checkout where it runs from one."""
+    return f"{sys.executable} -m pip install {_package(extra)}"
+
+
+def cpu_install_command(extra: str) -> str:
+    """The same with the CPU build of torch: pip takes the CUDA build on Linux, and uv the one that is named."""
+    return f"{sys.executable} -m pip install uv && {sys.executable} -m uv pip install --torch-backend cpu {_package(extra)}"
+
+
+def _package(extra: str) -> str:
     if (_CHECKOUT / "pyproject.toml").is_file():
-        return f"{sys.executable} -m pip install --editable '{_CHECKOUT}[{extra}]'"
-    return f"{sys.executable} -m pip install 'ostinato[{extra}]'"
+        return f"--editable '{_CHECKOUT}[{extra}]'"
+    return f"'ostinato[{extra}]'"
 
 
 def _is_here(module: str) -> bool:

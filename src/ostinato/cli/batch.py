@@ -17,7 +17,7 @@ from ostinato.cli import flags
 from ostinato.cli.flags import Flag
 from ostinato.cli.loading import ProgressBar
 from ostinato.cli.output import talk, write_json
-from ostinato.extras import check_extra
+from ostinato.extras import PACKAGES, check_extra
 from ostinato.files.store import DEFAULT
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ def batch(
     again: it answers the lines that have no result. The exit code is 0 once every line has a result, also where that
     is a refusal or says that the line is invalid: the last line on standard error and --json count them.
     """
+    if replicas is not None or ray_address is not None:
+        check_extra("scale", "a batch on several engines", *PACKAGES["scale"], *PACKAGES["serve"])
     check_extra("serve", "`ostinato batch`")
     from ostinato.scale.batch import Tally
     from ostinato.scale.batch_file import Requests, Results

@@ -17,6 +17,7 @@ from ostinato.cli.flags import Flag, RecordFlags
 from ostinato.cli.groups import Verbs
 from ostinato.cli.output import talk, write_columns, write_json, write_line
 from ostinato.errors import BadInput, BadOption, HardwareCannot
+from ostinato.extras import check_extra
 from ostinato.lab.model import BODIES, Workload
 
 if TYPE_CHECKING:
@@ -197,6 +198,7 @@ def profile(
     as_json: flags.Json = False,
 ) -> None:
     """Count launches, list the longest calls, and print the profilers' commands for this machine."""
+    check_extra("torch", "`ostinato lab profile`")
     from ostinato.lab.profile import architecture, commands, counted, profiled, profiled_command
     from ostinato.lab.programs import FOLDER
 
@@ -275,13 +277,13 @@ def tape(
     as_json: flags.Json = False,
 ) -> None:
     """Show where the time of a persistent kernel's step goes, by the clock marks of its blocks."""
-    from ostinato.lab.tape import by_phase, recorded, spans, step_us, timeline
-
     if plot is not None:
         _check_folder(plot.parent)
     machine = _machine(device)
     if machine.kind != "gpu":  # before a model is made in vain
         raise HardwareCannot("the persistent kernel needs CUDA, and this machine has no GPU")
+    from ostinato.lab.tape import by_phase, recorded, spans, step_us, timeline
+
     marks = recorded(_model(machine, shape), n_prompt=n_prompt, n_gen=n_gen, kv_type="bf16")
     found = spans(marks)
     shares, total = by_phase(found), step_us(found)

@@ -12,7 +12,7 @@ from ostinato.cli import flags
 from ostinato.cli.flags import Flag
 from ostinato.cli.output import talk
 from ostinato.errors import BadInput
-from ostinato.extras import check_extra
+from ostinato.extras import PACKAGES, check_extra
 from ostinato.files.store import DEFAULT
 from ostinato.serve.settings import DEFAULT_HOST, DEFAULT_PORT, ServeOptions
 
@@ -51,6 +51,9 @@ def serve(
     """
     from ostinato.serve.supervisor import Supervisor
 
+    many = replicas is not None or max_replicas is not None or ray_address is not None
+    if many:
+        check_extra("scale", "more than one replica", *PACKAGES["scale"], *PACKAGES["serve"])
     check_extra("serve", "the server")
     keys = (*(api_key or ()), *_keys_in(api_key_file))
     options = ServeOptions(
@@ -64,7 +67,7 @@ def serve(
         cors=tuple(cors or ()),
         log_prompts=log_prompts,
     )
-    if replicas is not None or max_replicas is not None or ray_address is not None:
+    if many:
         from ostinato.scale.replicas import run_replicas
 
         code = run_replicas(options, replicas or 1, max_replicas, ray_address, talk, routing=routing or "prefix")

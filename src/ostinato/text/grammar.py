@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ostinato.errors import BadInput, BadOption, Unsupported
-from ostinato.extras import check_extra
+from ostinato.extras import check_structured_output
 from ostinato.options import Rule, Sampling
 from ostinato.text.tokenizer import Tokenizer
 
@@ -116,7 +116,7 @@ class Grammars:
     @cached_property
     def _known(self) -> LLTokenizer:
         """The vocabulary as llguidance reads it; made when it is first needed, which takes tenths of a second."""
-        check_extra("serve", "an answer that follows a schema, a regex or a grammar", "llguidance")
+        check_structured_output()
         from llguidance import LLTokenizer, TokenizerWrapper
 
         if not self._ends:
