@@ -60,7 +60,16 @@ def pytest_runtest_setup() -> None:
 TOGETHER = ("scale/test_data.py", "scale/test_replicas.py")
 # What takes longest: first, so that no process is left alone with it at the end.
 LONG = (
-    *(*TOGETHER, "test_wheel.py", "serve", "scale", "backends/cuda/triton", "backends/tape", "models"),
+    *(
+        *TOGETHER,
+        "test_wheel.py",
+        "test_small_install.py",
+        "serve",
+        "scale",
+        "backends/cuda/triton",
+        "backends/tape",
+        "models",
+    ),
     *("backends/native", "decoder", "engine", "text", "test_gpu_tape.py", "test_gpu_check.py", "cli", "files"),
 )
 

@@ -62,7 +62,8 @@ def install_command(extra: str) -> str:
 
 def cpu_install_command(extra: str) -> str:
     """The same with the CPU build of torch: pip takes the CUDA build on Linux, and uv the one that is named."""
-    return f"{sys.executable} -m pip install uv && {sys.executable} -m uv pip install --torch-backend cpu {_package(extra)}"
+    python = sys.executable
+    return f"{python} -m pip install uv && {python} -m uv pip install --torch-backend cpu {_package(extra)}"
 
 
 def _package(extra: str) -> str:
