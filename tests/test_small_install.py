@@ -91,16 +91,20 @@ class Environment:
         files = (path for path in self.bin.parent.rglob("*") if path.is_file() and not path.is_symlink())
         return sum(path.stat().st_size for path in files if path.suffix != ".pyc")
 
-    def start(self, *command: str | Path) -> subprocess.Popen[str]:
+    def start(self, *command: str | Path, **variables: str) -> subprocess.Popen[str]:
         program, *arguments = map(str, command)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(
-            [str(self.bin / program), *arguments], env=self._variables, cwd=self.work, text=True, **pipes
+            [str(self.bin / program), *arguments],
+            env={**self._variables, **variables},
+            cwd=self.work,
+            text=True,
+            **pipes,
         )
 
-    def call(self, *command: str | Path, given: str = "") -> tuple[int, str, str]:
+    def call(self, *command: str | Path, given: str = "", **variables: str) -> tuple[int, str, str]:
         """The exit code and what was printed; a traceback is always our fault."""
-        with self.start(*command) as process:
+        with self.start(*command, **variables) as process:
             out, err = process.communicate(given, timeout=120)
         assert "Traceback" not in err
         return process.returncode, out, err
@@ -219,6 +223,23 @@ def test_what_needs_an_extra_is_refused_with_the_command_to_type(
         rf"error: .* needs .*, which (is|are) not installed; type: \S+ -m pip install 'ostinato\[{extra}\]'", line
     )
     assert ("--torch-backend cpu" in line) == (extra == "torch")
+
+
+@pytest.mark.parametrize("variable", ["OSTINATO_HOME", "HOME"])
+def test_a_store_that_cannot_be_written_stops_a_fetch_and_nothing_else(
+    small: Environment, tiny_gguf: Path, variable: str
+) -> None:
+    file = small.work / "a-file"  # a folder without rights would stop no superuser
+    file.touch()
+    variables = {"OSTINATO_HOME": "", "XDG_CACHE_HOME": "", variable: str(file)}
+    code, out, err = small.call("ostinato", "run", "--model", tiny_gguf, "--max-tokens", "2", "hello", **variables)
+    assert (code, bool(out)) == (0, True), err
+    code, out, err = small.call("ostinato", "run", "hello", **variables)
+    assert (code, out) == (4, "")
+    (line,) = err.splitlines()
+    assert re.match(rf"error: smollm2: cannot write to {file}.*; OSTINATO_HOME names another folder", line)
+    code, out, err = small.call("ostinato", "doctor", **variables)
+    assert (code, "NOT WRITABLE" in out) == (0, True)
 
 
 def test_with_the_extra_serve_it_serves_and_answers_files(serving: Environment, tiny_gguf: Path) -> None:
