@@ -93,13 +93,14 @@ class Environment:
 
     def start(self, *command: str | Path, **variables: str) -> subprocess.Popen[str]:
         program, *arguments = map(str, command)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen(
             [str(self.bin / program), *arguments],
             env={**self._variables, **variables},
             cwd=self.work,
             text=True,
-            **pipes,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
 
     def call(self, *command: str | Path, given: str = "", **variables: str) -> tuple[int, str, str]:
@@ -145,7 +146,7 @@ def test_the_small_set_is_small_and_has_no_torch(small: Environment) -> None:
 
 
 def test_it_runs_chats_and_continues_a_conversation(small: Environment, tiny_gguf: Path) -> None:
-    words = ["--model", tiny_gguf, "--max-tokens", "5", "--temperature", "0"]
+    words: list[str | Path] = ["--model", tiny_gguf, "--max-tokens", "5", "--temperature", "0"]
     answer = json.loads(small.ostinato("run", *words, "--json", "hello"))
     with LLM(tiny_gguf, device="cpu") as llm:
         expected = llm.chat("hello", Sampling(max_tokens=5, temperature=0.0))
