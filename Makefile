@@ -49,6 +49,7 @@ check: $(DEV)  # format, lint and types
 
 bench: $(DEV)  # measures this machine
 	$(BIN)/python -m bench.cpu
+	$(BIN)/python -m bench.start
 	$(BIN)/python -m bench.batch
 	$(BIN)/python -m bench.kv_planner
 	$(BIN)/python -m bench.neighbours

@@ -2,8 +2,9 @@
 
     python -m bench.llama_cpp [--cuda] [--source FILE.tar.gz]
 
-`bench.cpu` and `bench.beside` run them beside us. The source comes with the source distribution of the package
-`xllamacpp`, whose prebuilt library knows AVX2 and nothing newer. Needed: a C++ compiler, cmake, and for `--cuda` nvcc.
+`bench.cpu`, `bench.start` and `bench.beside` run them beside us. The source comes with the source distribution of the
+package `xllamacpp`, whose prebuilt library knows AVX2 and nothing newer. Needed: a C++ compiler, cmake, and for `--cuda`
+nvcc.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ostinato.files.store import home
 from ostinato.processes import python_command
 
 VERSION: Final = "2026.10.11549"
-PROGRAMS: Final = ("llama-bench", "llama-batched-bench")
+PROGRAMS: Final = ("llama-bench", "llama-batched-bench", "llama-completion")
 _OPTIONS: Final = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=OFF",
