@@ -17,11 +17,14 @@ enum Kept { KEPT_F32, KEPT_F16, KEPT_BF16, KEPT_Q8_0 };
 
 constexpr int PAGE = LANES, BLOCK = 256, Q8_BLOCK = 32;
 constexpr float MASKED = -1e30f;
+// Queries at once, and pages: a register of scores for each pair of both, enough that none waits for the addition before;
+// while mixing, a query has a row of four registers.
 #if LANES_AVX512
-constexpr int MOST_QUERIES = 8;  // at once: each a register of scores, or a row of four while mixing
+constexpr int MOST_QUERIES = 8;
 #else
 constexpr int MOST_QUERIES = 4;
 #endif
+constexpr int SCORED_PAGES = 2;
 
 // Keys and values of one layer; scales where they are Q8_0, float16: keys' [width / 32][16], values' [16][width / 32].
 struct Cache {
@@ -87,19 +90,27 @@ static inline PageOfHead page_of(const Past& past, int page) {
     return at;
 }
 
-// Prefetch memory that is read soon: each page is a stream of its own, whose start the hardware prefetcher misses.
-static inline void soon(const void* at) { __builtin_prefetch(at); }
+constexpr int PAGES_AHEAD = 8;  // between the prefetch of a page's keys or values and their use
 
-// Prefetch the first keys that attention from this position on reads.
-static inline void soon_keys(const Past& past, int first, int last) {
-    const size_t bytes = kept_bytes(past.heads.kept);
-    for (int p = first / PAGE; p * PAGE < last && p < first / PAGE + 2; p++) {
-        const unsigned char* keys = past.cache.keys + past.item(past.pages[p]) * bytes;
-        for (size_t i = 0; i < PAGE * past.heads.width * bytes; i += 64) soon(keys + i);
-    }
+// The pages that are read first behind a block: the keys of the next block, or of the next sequence.
+struct NextPages {
+    const unsigned char* at[PAGES_AHEAD];
+    int n = 0;
+};
+
+static inline NextPages first_keys(const Past& past, int first, int last) {
+    NextPages next;
+    for (int p = first / PAGE; p * PAGE < last && next.n < PAGES_AHEAD; p++)
+        next.at[next.n++] = past.cache.keys + past.item(past.pages[p]) * kept_bytes(past.heads.kept);
+    return next;
 }
 
-// --- scores: Q queries against P pages, [q][16 p]; what is read next is prefetched meanwhile ---
+static inline void soon_pages(const NextPages& next, const Heads& heads) {
+    for (int p = 0; p < next.n; p++)
+        for (size_t i = 0; i < PAGE * heads.width * kept_bytes(heads.kept); i += 64) soon(next.at[p] + i);
+}
+
+// --- scores: Q queries against P pages, [q][16 p]; the pages `next` are prefetched meanwhile ---
 
 template <int KEPT, int Q, int P>
 static inline void score_pages(
@@ -143,11 +154,13 @@ static inline void to_weights(float* scores, int begin, int end, int first, int 
     partial.sum = sum(sums);
 }
 
-// --- values: mixed[i] = sum of weight * value over positions [begin, end) of the block, V registers at a time ---
+// --- values: mixed[i] = sum of weight * value over positions [begin, end) of the block, V registers at a time; while
+// a page is mixed, its page of `next` is prefetched ---
 
 template <int KEPT, int Q, int V>
 static inline void mix(
-    int width, const PageOfHead* pages, int begin, int end, const float* weights, int column, SoftmaxState* partials
+    int width, const PageOfHead* pages, const unsigned char* const* next, int begin, int end, const float* weights,
+    int column, SoftmaxState* partials
 ) {
     Lanes sums[Q][V];
     for (int i = 0; i < Q; i++)
@@ -155,10 +168,9 @@ static inline void mix(
     for (int p = begin; p < end; p++) {
         const PageOfHead& page = pages[p / PAGE];
         const size_t item = size_t(p % PAGE) * width + column;
-        const PageOfHead& next = pages[p + PAGE < end ? p / PAGE + 1 : p / PAGE];
         Lanes values[V];
         for (int v = 0; v < V; v++) {
-            soon(next.values + (item + v * LANES) * kept_bytes(KEPT));
+            soon(next[p / PAGE] + (item + v * LANES) * kept_bytes(KEPT));
             values[v] = kept_lanes<KEPT>(page.values, item + v * LANES);
             if (KEPT == KEPT_Q8_0)
                 values[v] = mul(values[v], lanes(f16_to_float(page.value_scales[(item + v * LANES) / Q8_BLOCK])));
@@ -174,19 +186,20 @@ static inline void mix(
 
 template <int KEPT, int Q>
 static inline void mix_all(
-    int width, const PageOfHead* pages, int begin, int end, const float* weights, SoftmaxState* partials
+    int width, const PageOfHead* pages, const unsigned char* const* next, int begin, int end, const float* weights,
+    SoftmaxState* partials
 ) {
     int column = 0;
     for (; column + 4 * LANES <= width; column += 4 * LANES)
-        mix<KEPT, Q, 4>(width, pages, begin, end, weights, column, partials);
-    for (; column < width; column += LANES) mix<KEPT, Q, 1>(width, pages, begin, end, weights, column, partials);
+        mix<KEPT, Q, 4>(width, pages, next, begin, end, weights, column, partials);
+    for (; column < width; column += LANES) mix<KEPT, Q, 1>(width, pages, next, begin, end, weights, column, partials);
 }
 
 // --- a block: Q queries, all of one key head, over what they see of positions [256 block, 256 block + 256) ---
 
 template <int KEPT, int Q>
 __attribute__((noinline)) static void attend_queries(
-    const Past& past, int block, const Query* queries, SoftmaxState* partials
+    const Past& past, int block, const Query* queries, SoftmaxState* partials, const NextPages& next
 ) {
     alignas(64) float scores[Q * BLOCK + PAGE];
     const int base = block * BLOCK, width = past.heads.width;
@@ -200,17 +213,18 @@ __attribute__((noinline)) static void attend_queries(
     const int begin = first / PAGE, end = (last + PAGE - 1) / PAGE;
     PageOfHead at[BLOCK / PAGE + 1];
     for (int p = begin; p < end; p++) at[p] = page_of<KEPT>(past, past.pages[base / PAGE + p]);
-    constexpr int P = Q <= MOST_QUERIES / 2 ? 2 : 1;  // enough independent sums to hide an addition's latency
+    // In the order of their use: keys, values, the next pages. Behind them comes what is in the cache already.
+    const unsigned char* order[2 * (BLOCK / PAGE) + 2 * PAGES_AHEAD + 1];
+    int n_order = 0;
+    for (int p = begin; p < end; p++) order[n_order++] = at[p].keys;
+    for (int p = begin; p < end; p++) order[n_order++] = at[p].values;
+    for (int p = 0; p < next.n; p++) order[n_order++] = next.at[p];
+    for (int p = next.n; p <= PAGES_AHEAD; p++) order[n_order++] = at[begin].keys;
+    constexpr int P = SCORED_PAGES;
     // If the number of pages is odd, the last is scored twice: the copy's scores go where they are not read.
     at[end] = at[end - 1];
-    for (int p = begin; p < end; p += P) {
-        const unsigned char* next[P];  // keys of the next pages, and behind the last ones the first pages' values
-        for (int i = 0; i < P; i++) {
-            const int page = p + P + i < end ? p + P + i : begin + i < end ? begin + i : begin;
-            next[i] = p + P < end ? at[page].keys : at[page].values;
-        }
-        score_pages<KEPT, Q, P>(width, at + p, queries, scores + p * PAGE, next);
-    }
+    const unsigned char* const* ahead = order + PAGES_AHEAD - begin;
+    for (int p = begin; p < end; p += P) score_pages<KEPT, Q, P>(width, at + p, queries, scores + p * PAGE, ahead + p);
     for (int i = 0; i < Q; i++) {
         int from = queries[i].first - base, to = queries[i].last - base;
         from = from < begin * PAGE ? begin * PAGE : from > end * PAGE ? end * PAGE : from;
@@ -218,27 +232,32 @@ __attribute__((noinline)) static void attend_queries(
         to_weights(scores + i * BLOCK, begin * PAGE, end * PAGE, from, to, past.heads.softcap, partials[i]);
     }
     constexpr int R = Q > 4 ? 4 : Q;  // rows of four registers
-    mix_all<KEPT, R>(width, at, first, last, scores, partials);
-    if constexpr (Q > R) mix_all<KEPT, Q - R>(width, at, first, last, scores + R * BLOCK, partials + R);
+    ahead += end - begin;
+    mix_all<KEPT, R>(width, at, ahead, first, last, scores, partials);
+    if constexpr (Q > R) mix_all<KEPT, Q - R>(width, at, ahead, first, last, scores + R * BLOCK, partials + R);
 }
 
 // Up to MOST_QUERIES queries: as many at once as there are bodies for.
 template <int KEPT>
-static void attend_any(const Past& past, int block, const Query* queries, int n, SoftmaxState* partials) {
+static void attend_any(
+    const Past& past, int block, const Query* queries, int n, SoftmaxState* partials, const NextPages& next
+) {
 #if LANES_AVX512
-    if (n == 8) return attend_queries<KEPT, 8>(past, block, queries, partials);
+    if (n == 8) return attend_queries<KEPT, 8>(past, block, queries, partials, next);
 #endif
-    for (; n >= 4; n -= 4, queries += 4, partials += 4) attend_queries<KEPT, 4>(past, block, queries, partials);
-    if (n == 3) attend_queries<KEPT, 3>(past, block, queries, partials);
-    if (n == 2) attend_queries<KEPT, 2>(past, block, queries, partials);
-    if (n == 1) attend_queries<KEPT, 1>(past, block, queries, partials);
+    for (; n >= 4; n -= 4, queries += 4, partials += 4) attend_queries<KEPT, 4>(past, block, queries, partials, next);
+    if (n == 3) attend_queries<KEPT, 3>(past, block, queries, partials, next);
+    if (n == 2) attend_queries<KEPT, 2>(past, block, queries, partials, next);
+    if (n == 1) attend_queries<KEPT, 1>(past, block, queries, partials, next);
 }
 
-constexpr void (*ATTEND[])(const Past&, int, const Query*, int, SoftmaxState*) = {
+constexpr void (*ATTEND[])(const Past&, int, const Query*, int, SoftmaxState*, const NextPages&) = {
     attend_any<KEPT_F32>, attend_any<KEPT_F16>, attend_any<KEPT_BF16>, attend_any<KEPT_Q8_0>,
 };
-static inline void attend_typed(const Past& past, int block, const Query* queries, int n, SoftmaxState* partials) {
-    ATTEND[past.heads.kept](past, block, queries, n, partials);
+static inline void attend_typed(
+    const Past& past, int block, const Query* queries, int n, SoftmaxState* partials, const NextPages& next
+) {
+    ATTEND[past.heads.kept](past, block, queries, n, partials, next);
 }
 
 // --- blocks joined in order ---
@@ -271,7 +290,9 @@ static inline void finish(const SoftmaxState& all, int width, float* out) {
 }
 
 // The whole past of up to MOST_QUERIES queries of one key head; `scratch` has 2 * MOST_QUERIES * width floats.
-static inline void attend(const Past& past, const Query* queries, int n, float* const* out, float* scratch) {
+static inline void attend(
+    const Past& past, const Query* queries, int n, float* const* out, float* scratch, const NextPages& next
+) {
     SoftmaxState all[MOST_QUERIES], part[MOST_QUERIES];
     const int width = past.heads.width;
     int begin = queries[0].first, end = queries[0].last;
@@ -283,7 +304,8 @@ static inline void attend(const Past& past, const Query* queries, int n, float* 
         end = queries[i].last > end ? queries[i].last : end;
     }
     for (int block = begin / BLOCK; block * BLOCK < end; block++) {
-        attend_typed(past, block, queries, n, part);
+        const int behind = (block + 1) * BLOCK;
+        attend_typed(past, block, queries, n, part, behind < end ? first_keys(past, behind, end) : next);
         for (int i = 0; i < n; i++) {
             if (!sees(queries[i], block)) continue;
             join(all[i], part[i], width, !attended[i]);

@@ -510,37 +510,56 @@ struct ForwardPass {
     // Rows of different sequences. The member that has the last block of a row and key head first stores the row's own
     // key and value there: no other member reads that block.
     void attend_rows(team::Member& m, const Layer& layer) {
-        int unit = 0;
+        AttentionUnit now{};
+        int n_before = 0, n_mine = 0;
+        const auto take = [&](const AttentionUnit& unit) {
+            if (n_before++ % m.n != m.me) return;
+            const attention::NextPages keys = first_keys(layer, unit);
+            if (n_mine++ > 0) attend_unit(m, layer, now, keys);
+            else attention::soon_pages(keys, past_of(layer, unit.row, unit.kv).heads);
+            now = unit;
+        };
         for (int row = 0; row < n_rows; row++) {
-            const int position = position_of(row), first = first_visible(layer, position);
-            for (int kv = 0; kv < plan.n_kv_heads; kv++) {
-                if (!shared_by_block()) {
-                    if (unit++ % m.n == m.me) attend_row(m, layer, row, kv, first, position + 1);
-                    continue;
-                }
-                for (int at = first / attention::BLOCK; at * attention::BLOCK <= position; at++)
-                    if (unit++ % m.n == m.me) attend_block(m, layer, row, kv, at, first, position + 1);
-            }
+            const int last = position_of(row) + 1, first = first_visible(layer, last - 1);
+            const int n_parts = shared_by_block() ? (last - 1) / attention::BLOCK - first / attention::BLOCK + 1 : 1;
+            for (int kv = 0; kv < plan.n_kv_heads; kv++)
+                for (int part = 0; part < n_parts; part++)
+                    take({row, kv, first / attention::BLOCK + part, first, last});
         }
+        if (n_mine > 0) attend_unit(m, layer, now, {});
     }
 
     bool shared_by_block() const { return n_rows * plan.n_kv_heads <= most_units; }
 
-    void attend_row(team::Member& m, const Layer& layer, int row, int kv, int first, int last) {
-        const attention::Past past = past_of(layer, row, kv);
-        attention::soon_keys(past, first, last);
-        keep(layer, row, past);
-        attend_run(m, layer, row, row + 1, past);
+    // What one member does alone: a row and key head, all blocks of it or the block `at`.
+    struct AttentionUnit {
+        int row, kv, at, first, last;  // positions [first, last)
+    };
+
+    attention::NextPages first_keys(const Layer& layer, const AttentionUnit& unit) const {
+        const int begin = unit.at * attention::BLOCK;
+        return attention::first_keys(past_of(layer, unit.row, unit.kv), unit.first > begin ? unit.first : begin, unit.last);
+    }
+
+    // `next`: the keys of the unit behind this one.
+    void attend_unit(
+        team::Member& m, const Layer& layer, const AttentionUnit& unit, const attention::NextPages& next
+    ) {
+        if (shared_by_block()) return attend_block(m, layer, unit, next);
+        const attention::Past past = past_of(layer, unit.row, unit.kv);
+        keep(layer, unit.row, past);
+        attend_run(m, layer, unit.row, unit.row + 1, past, next);
     }
 
     size_t block_place(int row, int head, int at) const { return (size_t(row) * plan.n_heads + head) * n_blocks + at; }
 
-    void attend_block(team::Member& m, const Layer& layer, int row, int kv, int at, int first, int last) {
+    void attend_block(
+        team::Member& m, const Layer& layer, const AttentionUnit& unit, const attention::NextPages& next
+    ) {
+        const auto [row, kv, at, first, last] = unit;
         const attention::Past past = past_of(layer, row, kv);
         const attention::Heads& of = past.heads;
         ThreadScratch& mine = own[m.me];
-        const int begin_of_block = at * attention::BLOCK;
-        attention::soon_keys(past, first > begin_of_block ? first : begin_of_block, last);
         if ((last - 1) / attention::BLOCK == at) keep(layer, row, past);
         for (int begin = 0; begin < of.group; begin += attention::MOST_QUERIES) {
             attention::Query queries[attention::MOST_QUERIES];
@@ -553,7 +572,7 @@ struct ForwardPass {
                 queries[i] = {q, first, last};
                 partials[i].mixed = block_mixed + block_place(row, head, at) * of.width;
             }
-            attention::attend_typed(past, at, queries, n, partials);
+            attention::attend_typed(past, at, queries, n, partials, next);
             for (int i = 0; i < n; i++) {
                 float* to = block_partials + 2 * block_place(row, kv * of.group + begin + i, at);
                 to[0] = partials[i].top;
@@ -602,12 +621,15 @@ struct ForwardPass {
         for (int unit = m.me; unit < n_runs * plan.n_kv_heads; unit += m.n) {
             const int run = unit / plan.n_kv_heads;
             const attention::Past past = past_of(layer, run_begins[run], unit % plan.n_kv_heads);
-            attend_run(m, layer, run_begins[run], run_begins[run + 1], past);
+            attend_run(m, layer, run_begins[run], run_begins[run + 1], past, {});
         }
     }
 
-    // The heads of `past` of rows [begin, end), which are of one sequence.
-    void attend_run(team::Member& m, const Layer& layer, int begin, int end, const attention::Past& past) {
+    // The heads of `past` of rows [begin, end), which are of one sequence; `next` is read behind it.
+    void attend_run(
+        team::Member& m, const Layer& layer, int begin, int end, const attention::Past& past,
+        const attention::NextPages& next
+    ) {
         const attention::Heads& of = past.heads;
         ThreadScratch& mine = own[m.me];
         const int total = (end - begin) * of.group;
@@ -622,7 +644,7 @@ struct ForwardPass {
                 queries[i] = {q, first_visible(layer, position_of(row)), visible_end(row)};
                 to[i] = attended + size_t(row) * attended_stride + size_t(head) * of.width;
             }
-            attention::attend(past, queries, n, to, mine.partial);
+            attention::attend(past, queries, n, to, mine.partial, next);
         }
     }
 

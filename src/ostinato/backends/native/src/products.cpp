@@ -55,7 +55,7 @@ template <int TOP, int N, int G>
 static inline void dots(PartInts* sums, const PartBytes* v, const signed char* const* x) {
 #pragma GCC unroll 8
     for (int j = 0; j < N; j++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int g = 0; g < G; g++) sums[g].v = _mm512_dpbusd_epi32(sums[g].v, v[j].v, four(x[g] + 4 * j));
 }
 
@@ -283,6 +283,19 @@ static inline void products(PartInts* out, const PartBytes* v, const signed char
             out[g] = add(out[g], more[g]);
             if constexpr (WIDE) out[g] = add(left<7>(out[g]), add(fine[0][g], fine[1][g]));
         }
+    } else if constexpr (SHORT_SUMS && WIDE) {  // both planes side by side
+        PartInts both[2 * G];
+        const signed char* planes[2 * G];
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) {
+            both[g] = out[g];
+            both[G + g] = part_ints(0);
+            planes[g] = rows[g];
+            planes[G + g] = rows[g] + BLOCK;
+        }
+        dots<top, N, 2 * G>(both, v, planes);
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) out[g] = add(left<7>(both[g]), both[G + g]);
     } else {
         dots<top, N, G>(out, v, rows);
         if constexpr (WIDE) {
@@ -300,7 +313,6 @@ static inline void products(PartInts* out, const PartBytes* v, const signed char
     }
 }
 
-constexpr int TILES_AHEAD = 8192;  // bytes of a stream between a prefetch and its use
 
 // N parts of a tile, from part `part` on, times M rows of a quantised matrix's activations, from row `row` on. The body
 // of Q4_1 serves Q4_K, and that of Q5_1 serves Q5_K: their blocks are alike, and only scales and minima are stored
@@ -324,7 +336,7 @@ ONE_BODY static void quantised_tile(const Matrix& w, const Inputs& in, int tile,
         for (int t = 0; t < M; t++) total[p][t] = part_of(0.0f);
 
     for (int b = 0; b < in.n_blocks; b++) {
-        for (int i = 0; i < quant_bytes(TYPE); i += 64) __builtin_prefetch(quants + TILES_AHEAD + i);
+        for (int i = 0; i < quant_bytes(TYPE); i += 64) soon(quants + TILES_AHEAD + i);
 #pragma GCC unroll 2
         for (int p = 0; p < N; p++) {
             PartBytes v[8];
@@ -388,7 +400,7 @@ ONE_BODY static void float_tile(const Matrix& w, const Inputs& in, int tile, int
         for (int t = 0; t < M; t++)
             for (int i = 0; i < 4; i++) total[p][t][i] = part_of(0.0f);
     for (long c = 0; c < cols; c += 4, at += 4 * size) {
-        for (int i = 0; i < 4 * size; i += 64) __builtin_prefetch(at + TILES_AHEAD + i);
+        for (int i = 0; i < 4 * size; i += 64) soon(at + TILES_AHEAD + i);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++)
 #pragma GCC unroll 2

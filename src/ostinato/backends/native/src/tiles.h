@@ -180,6 +180,8 @@ ONE_BODY static void prepare(const Inputs& in, const float* x, long stride, int 
 
 // --- products (products.cpp) ---
 
+constexpr int TILES_AHEAD = 8192;  // bytes of a stream between a prefetch and its use
+
 // Tiles [tile_first, tile_last) of w times the first n_rows inputs: out[row * out_stride + 16 * tile + lane], for rows
 // that w has.
 __attribute__((visibility("hidden"))) void multiply(const Matrix& w, const Inputs& in, int n_rows, float* out,
