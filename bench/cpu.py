@@ -1,14 +1,18 @@
-"""How fast is the CPU's native loop beside llama.cpp on the default model, and how near to what its memory can give?
+"""How fast is the CPU's native loop beside llama.cpp, and how near to what its memory can give?
 
-    python -m bench.cpu [--rounds 5] [--threads N] [--transformers]
+    python -m bench.cpu [--rounds 5] [--threads N] [--shape llama-1b:q4_k_m] [--beside CHECKOUT] [--into FILE]
 
 Every round runs each engine once, one after the other, in a process of its own, so that both sides of a ratio saw the
 same minute; ratios are taken round by round. Measured: a prompt of 512 tokens, 128 greedy tokens after a short prompt,
-64 after 2,048 positions, four sequences at once; of ours also loading, and a plain loop that reads the same packed
-weights and does nothing else. llama.cpp, compiled for the CPU (`bench/llama_cpp.py`), runs the same file, and that
-model in Q4_0, for which it has its best kernels; it rounds activations to 8 bits, as our `int8` does, and keeps keys
-and values in 16 bits, where ours are float32. Then, once a round: the time from `ostinato run` to its first character,
-and what importing torch takes of it.
+64 after 2,048 positions and the last 64 of the model's 8,192, four and eight sequences at once; of ours also loading,
+and a plain loop that reads the same packed weights and does nothing else. llama.cpp, compiled for the CPU
+(`bench/llama_cpp.py`), runs the same file, and that model in Q4_0, for which it has its best kernels; it rounds
+activations to 8 bits, as our `int8` does, and keeps keys and values in 16 bits, where ours are float32. Then, once a
+round: the time from `ostinato run` to its first character, and what importing torch takes of it.
+
+`--shape` measures random weights of a named shape and type instead of the default model, without the rows at 2,048 and
+8,192 positions. `--beside` measures another checkout of this project too, in turn with this one. `--into` appends what
+each process measured to a file, and the table is that of the whole file: rounds may be run one by one.
 """
 
 from __future__ import annotations
@@ -21,23 +25,34 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from bench import llama_cpp
-from bench.note import Series, as_json, ratio, versions
+from bench.note import Series, as_json, command, commit, ratio, versions
+from bench.random_gguf import random_gguf
 from bench.requantise import requantised
 
 PROMPT_TOKENS: Final = 512
-DEEP: Final = 2048
 SHORT: Final = 16
 NEW_TOKENS, NEW_TOKENS_DEEP = 128, 64
-READ_PASSES: Final = 40
-SLOTS: Final = 4
+DEEP: Final = {"decode_2048_tok_s": 2048, "decode_8192_tok_s": 8192 - NEW_TOKENS_DEEP - 2}  # ends with the context
+SLOTS: Final = {"four_slots_tok_s": 4, "eight_slots_tok_s": 8}
+READ_BYTES: Final = 4 << 30
+ROOT: Final = Path(__file__).parents[1]
 
 Figures = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is measured: a file, with how many threads, and whether at many positions too."""
+
+    path: Path
+    threads: int
+    deep: bool
 
 
 def ids(n: int, salt: int) -> list[int]:
@@ -45,64 +60,71 @@ def ids(n: int, salt: int) -> list[int]:
     return [(7919 * (i + 1) * (salt + 1) + salt) % 40_000 + 1_000 for i in range(n)]
 
 
-def read_passes(model: Any, threads: int, passes: int) -> float:
+def read_passes(model: Any, threads: int) -> float:
     """How many times a second all weights of a model can be read."""
     from ostinato.lab.read_bandwidth import read_seconds
     from ostinato.loop.memory import memory_in
     from ostinato.loop.plan import Buffer, without_repeats
 
     weights = without_repeats([Buffer.of(name, memory) for name, memory in memory_in(model, "")])
+    passes = max(1, READ_BYTES // sum(one.n_bytes for one in weights))
     return passes / read_seconds(weights, threads, passes)
 
 
 # Engines: each is one process that prints its figures
 
 
-def ostinato(path: Path, threads: int, activations: Any) -> Figures:
+def ostinato(subject: Subject, activations: Any) -> Figures:
     """Our native loop through the engine, by the engine's own clock; and the plain read loop beside it."""
     from ostinato.cli.bare import opened_bare
     from ostinato.lab.bench import Bench, Task
     from ostinato.options import LoadOptions
 
+    threads = subject.threads
     options = LoadOptions(device="cpu", mode="loop", threads=threads, activations=activations)
-    with opened_bare(str(path), options) as bare:
+    with opened_bare(str(subject.path), options) as bare:
         started = time.perf_counter()
         model = bare.load()
         figures = {"load_s": time.perf_counter() - started}
         bench = Bench(model, "f32", 1.0, repeats=1, activations=bare.settled.activations, threads=threads)
-        before = read_passes(model, threads, READ_PASSES)
-        with bench.engine("loop", 1, DEEP + NEW_TOKENS_DEEP + PROMPT_TOKENS) as engine:
+        before = read_passes(model, threads)
+        with bench.engine("loop", 1, 2 * PROMPT_TOKENS) as engine:
             figures["decode_tok_s"] = bench.generated(engine, Task("tg", NEW_TOKENS, SHORT, 1, "loop")).tok_s
-            after = read_passes(model, threads, READ_PASSES)
-            figures["read_tok_s"] = statistics.fmean((before, after))
+            figures["read_tok_s"] = statistics.fmean((before, read_passes(model, threads)))
             figures["prefill_tok_s"] = bench.prompt(engine, Task("pp", PROMPT_TOKENS, 0, 1, "loop")).tok_s
-            deep = bench.generated(engine, Task("tg", NEW_TOKENS_DEEP, DEEP, 1, "loop"))
-            figures["decode_2048_tok_s"] = deep.tok_s
-        with bench.engine("loop", SLOTS, PROMPT_TOKENS) as engine:
-            many = bench.generated(engine, Task("tg", NEW_TOKENS, SHORT, SLOTS, "loop"))
-            figures["four_slots_tok_s"] = many.tok_s
+        for task, n_slots in SLOTS.items():
+            with bench.engine("loop", n_slots, PROMPT_TOKENS) as engine:
+                figures[task] = bench.generated(engine, Task("tg", NEW_TOKENS, SHORT, n_slots, "loop")).tok_s
+        for task, depth in DEEP.items() if subject.deep else ():
+            with bench.engine("loop", 1, depth + NEW_TOKENS_DEEP + 2) as engine:
+                figures[task] = bench.generated(engine, Task("tg", NEW_TOKENS_DEEP, depth, 1, "loop")).tok_s
     return figures
 
 
-def theirs(path: Path, threads: int) -> Figures:
-    programs, words = llama_cpp.built(), ("--threads", str(threads), "--repetitions", "1")
+def theirs(subject: Subject) -> Figures:
+    programs, words = llama_cpp.built(), ("--threads", str(subject.threads), "--repetitions", "1")
 
-    def measured(*task: str) -> float:
-        return float(llama_cpp.bench(programs, path, *task, *words)[0]["avg_ts"])
+    def measured(n_prompt: int, n_new: int, depth: int) -> float:
+        sizes = ("--n-prompt", str(n_prompt), "--n-gen", str(n_new), "--n-depth", str(depth))
+        return float(llama_cpp.bench(programs, subject.path, *sizes, *words)[0]["avg_ts"])
 
-    return {
-        "decode_tok_s": measured("--n-prompt", "0", "--n-gen", str(NEW_TOKENS), "--n-depth", str(SHORT)),
-        "prefill_tok_s": measured("--n-prompt", str(PROMPT_TOKENS), "--n-gen", "0"),
-        "decode_2048_tok_s": measured("--n-prompt", "0", "--n-gen", str(NEW_TOKENS_DEEP), "--n-depth", str(DEEP)),
-        "four_slots_tok_s": llama_cpp.batched(programs, path, SLOTS, SHORT, NEW_TOKENS, threads),
+    figures = {
+        "decode_tok_s": measured(0, NEW_TOKENS, SHORT),
+        "prefill_tok_s": measured(PROMPT_TOKENS, 0, 0),
     }
+    for task, n_slots in SLOTS.items():
+        figures[task] = llama_cpp.batched(programs, subject.path, n_slots, SHORT, NEW_TOKENS, subject.threads)
+    for task, depth in DEEP.items() if subject.deep else ():
+        figures[task] = measured(0, NEW_TOKENS_DEEP, depth)
+    return figures
 
 
-def transformers(path: Path, threads: int) -> Figures:
+def transformers(subject: Subject) -> Figures:
     """In float32, with its own GGUF loader."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    path, threads = subject.path, subject.threads
     torch.set_num_threads(threads)
     started = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
@@ -122,9 +144,10 @@ def transformers(path: Path, threads: int) -> Figures:
     return figures
 
 
-def first_token(path: Path, threads: int) -> Figures:
+def first_token(subject: Subject) -> Figures:
     """Seconds from the start of `ostinato run` to its first character, and of a process that only imports torch."""
-    command = ["-m", "ostinato", "run", "--device", "cpu", "--model", str(path), "--threads", str(threads)]
+    command = ["-m", "ostinato", "run", "--device", "cpu", "--model", str(subject.path)]
+    command += ["--threads", str(subject.threads)]
     started = time.perf_counter()
     asked = [sys.executable, *command, "--max-tokens", "8", "Say hello."]
     with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
@@ -139,19 +162,32 @@ def first_token(path: Path, threads: int) -> Figures:
 
 
 OURS: Final = ("ostinato wide", "ostinato int8")
-ENGINES: Final[dict[str, Callable[[Path, int], Figures]]] = {
-    "ostinato wide": lambda path, threads: ostinato(path, threads, "wide"),
-    "ostinato int8": lambda path, threads: ostinato(path, threads, "int8"),
+THEIRS: Final = ("llama.cpp", "llama.cpp Q4_0")
+ENGINES: Final[dict[str, Callable[[Subject], Figures]]] = {
+    "ostinato wide": lambda subject: ostinato(subject, "wide"),
+    "ostinato int8": lambda subject: ostinato(subject, "int8"),
     "llama.cpp": theirs,
-    "llama.cpp Q4_0": lambda path, threads: theirs(requantised(path, Path(tempfile.gettempdir())), threads),
+    "llama.cpp Q4_0": theirs,  # of another file
     "transformers": transformers,
     "ostinato run": first_token,
 }
+BESIDE: Final = "beside: "  # begins the name of an engine of the other checkout
 
 
-def in_its_own_process(engine: str, path: Path, threads: int) -> Figures:
-    command = [sys.executable, "-m", "bench.cpu", "--engine", engine, "--model", str(path), "--threads", str(threads)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+def in_its_own_process(engine: str, subject: Subject, checkout: Path | None) -> Figures:
+    words = ["--engine", engine.removeprefix(BESIDE), "--model", str(subject.path), "--threads", str(subject.threads)]
+    words += [] if subject.deep else ["--shallow"]
+    # The other checkout's package, measured by this program.
+    here = {"PYTHONPATH": f"{checkout}/src{os.pathsep}{ROOT}"} if checkout and engine.startswith(BESIDE) else {}
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.cpu", *words],
+        env={**os.environ, **here},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not answers:
         sys.exit(f"{engine} gave no figures (exit {done.returncode}):\n{done.stderr[-2000:]}")
@@ -175,16 +211,22 @@ def compile_seconds() -> float:
     return float(done.stdout)
 
 
-def measure(path: Path, rounds: int, threads: int, engines: Sequence[str]) -> list[Series]:
-    figures: dict[str, list[Figures]] = {engine: [] for engine in engines}
-    if any(engine.startswith("llama.cpp") for engine in engines):
+def measure(subjects: dict[str, Subject], rounds: int, checkout: Path | None, into: Path | None) -> list[Series]:
+    """Each engine's figures, round by round, behind those that the file `into` has already."""
+    figures: dict[str, list[Figures]] = {engine: [] for engine in subjects}
+    if any(engine in THEIRS for engine in subjects):
         llama_cpp.built()
-    if "llama.cpp Q4_0" in engines:
-        requantised(path, Path(tempfile.gettempdir()))  # takes seconds, and none of them are measured
+    for line in into.read_text(encoding="utf-8").splitlines() if into and into.exists() else ():
+        engine, found = json.loads(line)
+        figures.setdefault(engine, []).append(found)
     for n in range(rounds):
-        for engine, taken in figures.items():
+        for engine, subject in subjects.items():
             print(f"round {n + 1} of {rounds}: {engine}", file=sys.stderr)
-            taken.append(in_its_own_process(engine, path, threads))
+            found = in_its_own_process(engine, subject, checkout)
+            figures[engine].append(found)
+            if into:
+                with into.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps([engine, found]) + "\n")
     return [
         Series(engine, task, "tok/s" if task.endswith("tok_s") else "s", tuple(f[task] for f in runs))
         for engine, runs in figures.items()
@@ -205,29 +247,41 @@ class Bar:
     bar: float
 
 
+ROWS: Final = {
+    "decode_tok_s": "decode",
+    "decode_2048_tok_s": "decode at 2,048",
+    "decode_8192_tok_s": "decode to 8,192",
+    "prefill_tok_s": "prefill 512",
+    "four_slots_tok_s": "four slots",
+    "eight_slots_tok_s": "eight slots",
+    "read_tok_s": "read loop",
+}
 BARS: Final = (
-    Bar("decode, wide", (OURS[0], "decode_tok_s"), ("llama.cpp", "decode_tok_s"), 2.0),
-    Bar("decode, int8", (OURS[1], "decode_tok_s"), ("llama.cpp", "decode_tok_s"), 2.0),
-    Bar("decode at 2,048 positions, wide", (OURS[0], "decode_2048_tok_s"), ("llama.cpp", "decode_2048_tok_s"), 2.0),
-    Bar("prefill 512, wide", (OURS[0], "prefill_tok_s"), ("llama.cpp", "prefill_tok_s"), 2.8),
-    Bar("prefill 512, int8", (OURS[1], "prefill_tok_s"), ("llama.cpp", "prefill_tok_s"), 4.0),
-    Bar("decode, wide, of a plain read loop", (OURS[0], "decode_tok_s"), (OURS[0], "read_tok_s"), 0.75),
-    Bar("four slots, int8, of one slot", (OURS[1], "four_slots_tok_s"), (OURS[1], "decode_tok_s"), 2.5),
+    *(Bar(f"{row}, wide", (OURS[0], task), (THEIRS[1], task), 1.0) for task, row in ROWS.items()),
+    *(Bar(f"{row}, wide, the same file", (OURS[0], task), (THEIRS[0], task), 1.0) for task, row in ROWS.items()),
+    Bar("decode, int8", (OURS[1], "decode_tok_s"), (THEIRS[1], "decode_tok_s"), 1.3),
+    Bar("prefill 512, int8", (OURS[1], "prefill_tok_s"), (THEIRS[1], "prefill_tok_s"), 2.0),
+    Bar("decode, wide, of a plain read loop", (OURS[0], "decode_tok_s"), (OURS[0], "read_tok_s"), 0.8),
+    *(
+        Bar(f"{row}, {ours.split()[1]}, of the other checkout", (ours, task), (BESIDE + ours, task), bar)
+        for ours in OURS
+        for task, row in ROWS.items()
+        for bar in (1.2 if task in SLOTS else 1.0,)
+    ),
     Bar("loading and packing, seconds", (OURS[0], "load_s"), None, 0.5),
     Bar("`ostinato run` to the first character, seconds", ("ostinato run", "first_token_s"), None, 3.5),
     Bar("the same without the import of torch", ("ostinato run", "without_torch_s"), None, 1.5),
 )
-TASKS: Final = ("load_s", "prefill_tok_s", "decode_tok_s", "decode_2048_tok_s", "four_slots_tok_s", "read_tok_s")
 
 
 def show(series: list[Series], compile_s: float | None) -> None:
     by = {(s.engine, s.task): s for s in series}
-    heads = ("load s", "prefill 512", "decode", "at 2,048", "four slots", "read loop")
-    print(f"{'medians, tok/s':16}" + "".join(f"{head:>13}" for head in heads))
-    for engine in dict.fromkeys(s.engine for s in series):
-        if engine != "ostinato run":
-            cells = [by.get((engine, task)) for task in TASKS]
-            print(f"{engine:16}" + "".join(f"{s.median:13.2f}" if s else f"{'-':>13}" for s in cells))
+    engines = [engine for engine in dict.fromkeys(s.engine for s in series) if engine != "ostinato run"]
+    print(f"{'medians, tok/s':18}" + "".join(f"{engine:>24}" for engine in engines))
+    for task, row in ROWS.items():
+        cells = [by.get((engine, task)) for engine in engines]
+        if any(cells):
+            print(f"{row:18}" + "".join(f"{s.median:24.1f}" if s else f"{'-':>24}" for s in cells))
     print(f"\n{'bar':48}{'wanted':>10}{'median':>10}   least - largest")
     for bar in BARS:
         if bar.ours in by and (bar.theirs is None or bar.theirs in by):
@@ -235,11 +289,6 @@ def show(series: list[Series], compile_s: float | None) -> None:
     if compile_s is not None:
         kept = "" if compile_s < 10 else "   MISSED"
         print(f"{'the first compile, seconds':48}{'< 10':>10}{compile_s:10.2f}{kept}")
-    for task, what in (("decode_tok_s", "decode"), ("prefill_tok_s", "prefill 512")):
-        for ours in OURS:
-            if (ours, task) in by and ("llama.cpp Q4_0", task) in by:
-                middle, least, most = ratio(by[ours, task], by["llama.cpp Q4_0", task])
-                print(f"{what}, {ours.split()[1]}, beside llama.cpp Q4_0: {middle:.2f} ({least:.2f} - {most:.2f})")
 
 
 def line(bar: Bar, by: dict[tuple[str, str], Series]) -> str:
@@ -256,36 +305,68 @@ def line(bar: Bar, by: dict[tuple[str, str], Series]) -> str:
 
 def main() -> None:
     from ostinato.engine.cores import default_threads
-    from ostinato.files import store
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--shape", help="random weights of a named shape and type, as llama-1b:q4_k_m")
+    parser.add_argument("--folder", type=Path, default=tempfile.gettempdir(), help="for the files of llama.cpp")
+    parser.add_argument("--shallow", action="store_true", help="leave out the rows at 2,048 and 8,192 positions")
+    parser.add_argument("--beside", type=Path, help="another checkout, measured in turn with this one")
+    parser.add_argument("--into", type=Path, help="append what is measured to this file, and show all it has")
     parser.add_argument("--transformers", action="store_true", help="measure transformers in float32 too")
     parser.add_argument("--engines", help="only these, by comma: " + ", ".join(ENGINES))
     parser.add_argument("--engine", choices=ENGINES, help="measure one engine once and print its figures as JSON")
     asked = parser.parse_args()
-    path = asked.model or store.resolve("smollm2", talk=lambda said: print(said, file=sys.stderr))
+    subject = Subject(file_of(asked), asked.threads, not (asked.shallow or asked.shape))
     if asked.engine:
-        print(json.dumps(ENGINES[asked.engine](path, asked.threads)), flush=True)
+        print(json.dumps(ENGINES[asked.engine](subject)), flush=True)
         os._exit(0)  # llama.cpp's own shutdown may wait for ever
     chosen = [word.strip() for word in asked.engines.split(",")] if asked.engines else list(ENGINES)
     engines = [name for name in chosen if name != "transformers" or asked.transformers or asked.engines]
-    compile_s = None if asked.engines else compile_seconds()
-    series = measure(path, asked.rounds, asked.threads, engines)
+    subjects = dict.fromkeys(engines, subject)
+    if asked.shape:
+        subjects.pop("ostinato run", None)  # these files have no vocabulary
+    if THEIRS[1] in subjects:
+        subjects[THEIRS[1]] = replace(subject, path=q4_0_of(asked, subject.path))
+    if asked.beside:  # each engine of ours, then the other checkout's
+        subjects = {
+            turn: one for name, one in subjects.items() for turn in ((name, BESIDE + name) if name in OURS else (name,))
+        }
+    compile_s = None if asked.engines or asked.into else compile_seconds()
+    series = measure(subjects, asked.rounds, asked.beside, asked.into)
     show(series, compile_s)
-    question = "how fast is the CPU's native loop beside llama.cpp on the default model?"
-    command = f"python -m bench.cpu --rounds {asked.rounds} --threads {asked.threads}"
-    facts = {"threads": asked.threads, "model": path.name, "compile_s": compile_s, "series": series}
+    found = llama_cpp.system_info(llama_cpp.built()) if any(name in THEIRS for name in subjects) else None
+    if found:
+        print(f"llama.cpp: {found}")
+    facts = {"threads": asked.threads, "model": subject.path.name, "compile_s": compile_s, "llama_cpp": found}
     print(
         as_json(
-            question,
-            command,
+            "how fast is the CPU's native loop beside llama.cpp?",
+            command("bench.cpu"),
             {**versions("torch", "transformers"), "llama.cpp": f"xllamacpp {llama_cpp.VERSION}"},
             **facts,
+            beside=commit(asked.beside) if asked.beside else None,
+            series=series,
         )
     )
+
+
+def file_of(asked: argparse.Namespace) -> Path:
+    from ostinato.files import store
+
+    if asked.shape:
+        shape, _, type = asked.shape.partition(":")
+        return random_gguf(shape, type, Path(asked.folder))
+    return asked.model or store.resolve("smollm2", talk=lambda said: print(said, file=sys.stderr))
+
+
+def q4_0_of(asked: argparse.Namespace, path: Path) -> Path:
+    """The same model in Q4_0; making it takes seconds, and none of them are measured."""
+    if asked.shape:
+        return random_gguf(asked.shape.partition(":")[0], "q4_0", Path(asked.folder))
+    return requantised(path, Path(asked.folder))
 
 
 if __name__ == "__main__":

@@ -90,6 +90,19 @@ def bench(programs: Path, model: Path, *words: str, timeout_s: float = 600) -> l
     return records
 
 
+def system_info(programs: Path) -> str:
+    """The line in which llama.cpp names the instructions that its kernels use: its programs here do not print it."""
+    folder, asker = programs.parents[1], programs / "system-info"
+    if not asker.exists():
+        source = asker.with_suffix(".cpp")
+        source.write_text('#include <cstdio>\n#include "llama.h"\nint main() { puts(llama_print_system_info()); }\n')
+        headers = [f"-I{folder}/source/include", f"-I{folder}/source/ggml/include"]
+        names = ("src/libllama", "ggml/src/libggml", "ggml/src/libggml-cpu", "ggml/src/libggml-base")
+        libraries = [str(folder / "build" / f"{name}.a") for name in names]
+        _run(["c++", *headers, str(source), *libraries, "-lgomp", "-lpthread", "-ldl", "-o", str(asker)])
+    return subprocess.run([str(asker)], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def batched(programs: Path, model: Path, n: int, n_prompt: int, n_new: int, threads: int) -> float:
     """Tokens per second of n sequences that llama.cpp decodes together."""
     sizes = {"-npp": n_prompt, "-ntg": n_new, "-npl": n, "-c": n * (n_prompt + n_new), "-t": threads}

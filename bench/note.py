@@ -49,11 +49,12 @@ def ratio(ours: Series, theirs: Series) -> tuple[float, float, float]:
     return statistics.median(pairs), min(pairs), max(pairs)
 
 
-def commit() -> str:
-    """The commit of the tree, or "unknown" where there is no repository or no git."""
+def commit(tree: Path = Path()) -> str:
+    """The commit of a tree, or "unknown" where there is no repository or no git."""
+    git = ["git", "-C", str(tree)]
     try:
-        asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        changed = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=False)
+        asked = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False)
     except OSError:
         return "unknown"
     return (asked.stdout.strip() or "unknown") + ("+changes" if changed.stdout.strip() else "")
