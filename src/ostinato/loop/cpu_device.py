@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
 LENT_S: Final = 0.005  # how long the device thread leaves the next turn to a helper
-LOOK_AGAIN_S: Final = 0.1  # between two checks for a thread that was killed
+LOOK_AGAIN_S: Final = 0.1  # how long `close` joins the thread before it checks for a kill
 CLOSE_S: Final = 60.0  # the longest wait for a thread's last job
 TASKS: Final = "/proc/self/task"  # on Linux, one folder per thread
 
@@ -45,19 +45,14 @@ class CpuDevice:
         self._lent_until = 0.0
         self._close_by: float | None = None  # set by the first `close`, so that a second one does not wait again
         self._around = around
-        self._killed, self._ask_again = False, 0.0  # as the system said last, and when it is asked next
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether the thread has neither ended nor been killed. Python does not notice a kill; the system does, and is
-        asked every LOOK_AGAIN_S: for every token, its answers took a twentieth of the time of a step."""
-        now = time.monotonic()
-        if not self._killed and now >= self._ask_again:
-            self._killed = os.path.isdir(TASKS) and not os.path.exists(f"{TASKS}/{self._thread.native_id}")
-            self._ask_again = now + LOOK_AGAIN_S
-        return self._thread.is_alive() and not self._killed
+        """Whether the thread has neither ended nor been killed. Python does not notice a kill; the system does."""
+        killed = os.path.isdir(TASKS) and not os.path.exists(f"{TASKS}/{self._thread.native_id}")
+        return self._thread.is_alive() and not killed
 
     def submit(self, job: Job) -> Future[None]:
         """Run a job: a step, or a loop, which is an iterator over its steps."""
