@@ -3,8 +3,8 @@
     python -m bench.llama_cpp [--cuda] [--source FILE.tar.gz]
 
 `bench.cpu`, `bench.start` and `bench.beside` run them beside us. The source comes with the source distribution of the
-package `xllamacpp`, whose prebuilt library knows AVX2 and nothing newer. Needed: a C++ compiler, cmake, and for `--cuda`
-nvcc.
+package `xllamacpp`, whose prebuilt library knows AVX2 and nothing newer. Needed: a C++ compiler and cmake; for `--cuda`
+also nvcc.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A wake event that native code can set: a thread waits for it in Python, and a write to a file sets it.
 
-The native loop sets it at every step boundary without touching the interpreter; the waiting thread sleeps in the
+The native loop sets it at step boundaries without touching the interpreter; the waiting thread sleeps in the
 operating system until then. It has the methods of `threading.Event`, which a loop paced by Python uses instead.
 """
 

@@ -129,7 +129,7 @@ class NativeStep:
         threads: int,
         wake: int = -1,
     ) -> None:
-        """`wake`: a file that is written to at every step boundary; -1 for none."""
+        """`wake`: a file that is written to at step boundaries that the host must hear of; -1 for none."""
         self._library, self._kept = _declared(library), _Kept()
         self.chunk_rows = chunk_rows(model.shape, tables.layout.max_pages * PAGE_TOKENS)
         self.threads, self.vocab, self.hidden = threads, model.shape.vocab, model.shape.hidden

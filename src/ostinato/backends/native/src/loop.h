@@ -24,6 +24,7 @@ namespace loop {
 
 constexpr int FEW_ROWS = 2;          // so few rows are prepared by every member for itself
 constexpr int MOST_PARTS = 3;        // matrices above one another that are one product: q, k and v; gate and up
+constexpr long long TELL_NS = 16'000'000;  // from one word to the host to the next, while there are only tokens to tell
 constexpr int ROWS_TOGETHER = 16;    // of a chunk, whose heads a member takes at once
 
 // --- the plan: the same structs in backends/native/plan.py ---
@@ -781,6 +782,7 @@ struct Loop : ForwardPass {
     void run_loop() {
         team.acquire();
         for (bool goes_on = pass_boundary(); goes_on; goes_on = pass_boundary()) {
+            if (team.is_asked()) tell_host();  // of tokens that would wait for the other's job
             team.hand_over();
             run_step();
         }
@@ -791,6 +793,7 @@ struct Loop : ForwardPass {
         team.acquire();
         run_step();
         pass_boundary();
+        tell_host();
         team.release();
     }
 
@@ -819,17 +822,32 @@ struct Loop : ForwardPass {
         if (n_rows > 0) run<&Loop::step>();
     }
 
+    // The host takes a core that the team computes on, so it is told of tokens now and then. Of all else it is told at
+    // once: a slot that came, ended or waits, and the end of the loop.
     bool pass_boundary() {
-        const bool goes_on = run_boundary(plan.view, plan.hash, plan.epoch, now_ns());
-        wake_host();
+        const int n_before = *TABLE_n_rows(plan.view);
+        const long long now = now_ns();
+        const bool goes_on = run_boundary(plan.view, plan.hash, plan.epoch, now);
+        const int n_after = *TABLE_n_rows(plan.view);
+        const bool only_tokens = goes_on && n_after == n_before && n_after == load(word_at(plan.view, WORD_LIVE));
+        untold = true;
+        if (!only_tokens || now - told_ns >= TELL_NS) tell_host(now);
         return goes_on;
     }
 
-    // Wake the host: the outbox has entries, or the loop has ended. If the pipe is full, the host is woken already.
-    void wake_host() const {
+    void tell_host() {
+        if (untold) tell_host(now_ns());
+    }
+
+    // If the pipe is full, the host is woken already.
+    void tell_host(long long now) {
         const unsigned long long one = 1;
+        told_ns = now, untold = false;
         if (plan.wake >= 0 && ::write(plan.wake, &one, sizeof one) < 0) return;
     }
+
+    long long told_ns = 0;
+    bool untold = false;
 };
 
 }  // namespace loop

@@ -136,6 +136,9 @@ class Team {
 
     void release() { pthread_mutex_unlock(&owner_); }
 
+    // Whether a thread waits for the team.
+    bool is_asked() const { return n_asking_.load() != 0; }
+
     // Let one waiting thread own the team, if there is one; returns when this thread owns it again. Threads that ask
     // meanwhile wait until then. If no thread takes it, the one that asked has died or is not scheduled: its request is
     // dropped until it asks again.
