@@ -1,8 +1,8 @@
-"""A memory fence for Python: what stands before it is seen by other threads before what stands behind it.
+"""A memory fence for Python. Stores before the fence are visible to other threads before stores after it.
 
 x86 keeps a writer's stores and a reader's loads in order, and the fence does nothing there. Other processors may
-reorder them, and Python has no fence of its own: a lock that is taken twice is one. What stands before the first
-release is done by then, the second acquisition comes after that release, and what stands behind it comes later still.
+reorder them, and Python has no fence of its own: a lock that is taken twice is one. Stores before the
+first release are done by then, the second acquisition comes after that release, and later stores come after that.
 """
 
 from __future__ import annotations

@@ -80,7 +80,8 @@ DOTPROD: Final = Level(
 NEON: Final = Level("neon", AARCH64, frozenset(), ("-march=armv8-a",), "generic", "NEON")
 PLAIN: Final = Level("plain", "any", frozenset(), ("-DOSTINATO_PLAIN",), "baseline", "plain C++")
 LEVELS: Final = {level.name: level for level in (V4, V3, V2, I8MM, DOTPROD, NEON, PLAIN)}  # the best first
-# What a wheel carries. Older x86-64 than v2 is rarer than what its object weighs: it is compiled for at first use.
+# What a wheel carries. No `plain` object: CPUs below v2 are too rare for its size; there the loop is compiled at first
+# use.
 IN_WHEELS: Final = {X86_64: (V4, V3, V2), AARCH64: (I8MM, DOTPROD, NEON)}
 
 # Features of AArch64 by their bits in the auxiliary vector's words 16 and 26 (AT_HWCAP and AT_HWCAP2).

@@ -61,8 +61,8 @@ class _Norm(Structure):
 
 class _Layer(Structure):
     _fields_ = (
-        *((name, _Norm) for name in ("attention_norm", "after_attention", "attention_sum")),
-        *((name, _Norm) for name in ("mlp_norm", "after_mlp", "mlp_sum", "q_norm", "k_norm")),
+        *((name, _Norm) for name in ("attention_norm", "after_attention", "attention_post_norm")),
+        *((name, _Norm) for name in ("mlp_norm", "after_mlp", "mlp_post_norm", "q_norm", "k_norm")),
         *((name, _Product) for name in ("qkv", "out", "gate_up", "down", "router")),
         ("experts", c_void_p),
         ("cache", _Cache),
@@ -260,7 +260,7 @@ class NativeStep:
             )
             out.mlp_norm, out.after_mlp = self._norm(layer.mlp_norm), self._norm(layer.after_mlp)
         else:
-            out.attention_sum, out.mlp_sum = self._norm(layer.attention_norm), self._norm(layer.mlp_norm)
+            out.attention_post_norm, out.mlp_post_norm = self._norm(layer.attention_norm), self._norm(layer.mlp_norm)
         self._set_mlp(out, layer.mlp, shape)
         return out
 
@@ -355,7 +355,7 @@ class _Kept:
         return address_of(array)
 
     def structs(self, kind: type[Any], structs: Sequence[Any]) -> int:
-        """The address of structs one behind the other."""
+        """The address of structs one after the other."""
         array = (kind * len(structs))(*structs)
         self._things.append(array)
         return addressof(array)

@@ -17,8 +17,8 @@ enum Kept { KEPT_F32, KEPT_F16, KEPT_BF16, KEPT_Q8_0 };
 
 constexpr int PAGE = LANES, BLOCK = 256, Q8_BLOCK = 32;
 constexpr float MASKED = -1e30f;
-// Queries at once, and pages: a register of scores for each pair of both, enough that none waits for the addition before;
-// while mixing, a query has a row of four registers.
+// Queries and pages per call. Each pair has a register of scores, enough independent sums to hide the latency of an
+// addition. While mixing, a query has a row of four registers.
 #if LANES_AVX512
 constexpr int MOST_QUERIES = 8;
 #else
@@ -92,7 +92,7 @@ static inline PageOfHead page_of(const Past& past, int page) {
 
 constexpr int PAGES_AHEAD = 8;  // between the prefetch of a page's keys or values and their use
 
-// The pages that are read first behind a block: the keys of the next block, or of the next sequence.
+// The pages that are read first after a block: the keys of the next block, or of the next sequence.
 struct NextPages {
     const unsigned char* at[PAGES_AHEAD];
     int n = 0;
@@ -105,9 +105,9 @@ static inline NextPages first_keys(const Past& past, int first, int last) {
     return next;
 }
 
-static inline void soon_pages(const NextPages& next, const Heads& heads) {
+static inline void prefetch_pages(const NextPages& next, const Heads& heads) {
     for (int p = 0; p < next.n; p++)
-        for (size_t i = 0; i < PAGE * heads.width * kept_bytes(heads.kept); i += 64) soon(next.at[p] + i);
+        for (size_t i = 0; i < PAGE * heads.width * kept_bytes(heads.kept); i += 64) prefetch(next.at[p] + i);
 }
 
 // --- scores: Q queries against P pages, [q][16 p]; the pages `next` are prefetched meanwhile ---
@@ -123,7 +123,7 @@ static inline void score_pages(
         Lanes keys[P];
         for (int p = 0; p < P; p++) {
             keys[p] = kept_lanes<KEPT>(pages[p].keys, size_t(c) * PAGE);
-            soon(next[p] + c * PAGE * kept_bytes(KEPT));
+            prefetch(next[p] + c * PAGE * kept_bytes(KEPT));
             if (KEPT == KEPT_Q8_0) keys[p] = mul(keys[p], from_f16(pages[p].key_scales + c / Q8_BLOCK * PAGE));
         }
         for (int i = 0; i < Q; i++) {
@@ -170,7 +170,7 @@ static inline void mix(
         const size_t item = size_t(p % PAGE) * width + column;
         Lanes values[V];
         for (int v = 0; v < V; v++) {
-            soon(next[p / PAGE] + (item + v * LANES) * kept_bytes(KEPT));
+            prefetch(next[p / PAGE] + (item + v * LANES) * kept_bytes(KEPT));
             values[v] = kept_lanes<KEPT>(page.values, item + v * LANES);
             if (KEPT == KEPT_Q8_0)
                 values[v] = mul(values[v], lanes(f16_to_float(page.value_scales[(item + v * LANES) / Q8_BLOCK])));
@@ -304,8 +304,8 @@ static inline void attend(
         end = queries[i].last > end ? queries[i].last : end;
     }
     for (int block = begin / BLOCK; block * BLOCK < end; block++) {
-        const int behind = (block + 1) * BLOCK;
-        attend_typed(past, block, queries, n, part, behind < end ? first_keys(past, behind, end) : next);
+        const int block_end = (block + 1) * BLOCK;
+        attend_typed(past, block, queries, n, part, block_end < end ? first_keys(past, block_end, end) : next);
         for (int i = 0; i < n; i++) {
             if (!sees(queries[i], block)) continue;
             join(all[i], part[i], width, !attended[i]);

@@ -32,9 +32,9 @@
 
 constexpr int LANES = 16;
 
-// Prefetch a cache line that is read soon, into the second cache: the first has so few miss buffers that prefetches into
-// it read at half the memory's bandwidth, and loads wait for them.
-static inline void soon(const void* at) { __builtin_prefetch(at, 0, 2); }
+// Prefetch a cache line into the second cache: the first has so few miss buffers that prefetches into it read at half
+// the memory's bandwidth, and loads wait for them.
+static inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 // --- halves, one at a time ---
 

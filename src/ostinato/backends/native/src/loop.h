@@ -24,7 +24,8 @@ namespace loop {
 
 constexpr int FEW_ROWS = 2;          // so few rows are prepared by every member for itself
 constexpr int MOST_PARTS = 3;        // matrices above one another that are one product: q, k and v; gate and up
-constexpr long long TELL_NS = 16'000'000;  // from one word to the host to the next, while there are only tokens to tell
+// At most this long between two wakes of the host while only tokens were produced.
+constexpr long long WAKE_INTERVAL_NS = 16'000'000;
 constexpr int ROWS_TOGETHER = 16;    // of a chunk, whose heads a member takes at once
 
 // --- the plan: the same structs in backends/native/plan.py ---
@@ -35,10 +36,11 @@ struct Product {
     const float* bias;  // [rows], or null
 };
 
-// A block takes its norm of the residual, and what it gives is normed by `after` and added to the residual; the sum is
-// normed where norms come behind blocks, as encoders have them.
+// A block normalises the residual for its input, normalises its output by `after` and adds it to the residual;
+// post-norm layers (encoders) normalise the residual after the addition.
 struct Layer {
-    block::Norm attention_norm, after_attention, attention_sum, mlp_norm, after_mlp, mlp_sum, q_norm, k_norm;
+    block::Norm attention_norm, after_attention, attention_post_norm;
+    block::Norm mlp_norm, after_mlp, mlp_post_norm, q_norm, k_norm;
     Product qkv, out, gate_up, down, router;  // gate_up: up alone where there is no gate
     const Product* experts;  // gate_up and down of each in turn, or null
     attention::Cache cache;
@@ -65,7 +67,7 @@ struct Plan {
     Matrix embedding;
     Product head;             // an encoder has none
     float* logits;            // [slots][vocab]
-    float* last;              // [slots][hidden]: of each slot's prompt, the last row behind the last layer
+    float* last;              // [slots][hidden]: of each slot's prompt, the last row after the last layer
     unsigned char* scratch;   // as long as `scratch_bytes` says
     int n_layers, n_ropes, hidden, n_heads, n_kv_heads, head_width, widest_ff, n_experts, n_used, renormalise;
     int activation, kept, wide, n_threads, n_slots, max_pages, most_rows, n_tokens, wake;
@@ -86,7 +88,7 @@ struct Part {
 // the logits behind log-probabilities need little memory.
 struct Outputs {
     const int* rows;      // [n], of the chunk
-    float* hidden;        // [n][hidden], behind the last norm
+    float* hidden;        // [n][hidden], after the last norm
     float* logits;        // [n][vocab]; with log-probabilities [slice][vocab], scratch that the caller does not read
     const int* targets;   // [n], and the log-probability of each
     float* logprobs;      // [n]
@@ -281,7 +283,7 @@ struct ForwardPass {
 
     // --- products ---
 
-    // Tiles [first, last) of a product of so many rows, its parts one behind the other in each row of `to`.
+    // Tiles [first, last) of a product of so many rows, its parts one after the other in each row of `to`.
     __attribute__((noinline)) static void tiles_of(
         const Product& w, const Inputs& in, int n, float* to, long stride, int first, int last
     ) {
@@ -376,11 +378,11 @@ struct ForwardPass {
             in = prepared(m, attended_stride, [&](int row) { return attended_row(m, layer, row); });
             product(m, layer.out, in, out, hidden_stride);
             m.barrier();
-            const Gain by_attention{out, &layer.after_attention, &layer.attention_sum};
+            const Gain by_attention{out, &layer.after_attention, &layer.attention_post_norm};
             in = next_block(m, &by_attention, layer.mlp_norm);
             if (layer.experts) mlp_experts(m, layer, in);
             else mlp(m, layer, in);
-            by_mlp = {out, &layer.after_mlp, &layer.mlp_sum};
+            by_mlp = {out, &layer.after_mlp, &layer.mlp_post_norm};
         }
         finish_rows(m, by_mlp);
     }
@@ -517,7 +519,7 @@ struct ForwardPass {
             if (n_before++ % m.n != m.me) return;
             const attention::NextPages keys = first_keys(layer, unit);
             if (n_mine++ > 0) attend_unit(m, layer, now, keys);
-            else attention::soon_pages(keys, past_of(layer, unit.row, unit.kv).heads);
+            else attention::prefetch_pages(keys, past_of(layer, unit.row, unit.kv).heads);
             now = unit;
         };
         for (int row = 0; row < n_rows; row++) {
@@ -542,7 +544,7 @@ struct ForwardPass {
         return attention::first_keys(past_of(layer, unit.row, unit.kv), unit.first > begin ? unit.first : begin, unit.last);
     }
 
-    // `next`: the keys of the unit behind this one.
+    // `next`: the keys of the unit after this one.
     void attend_unit(
         team::Member& m, const Layer& layer, const AttentionUnit& unit, const attention::NextPages& next
     ) {
@@ -626,7 +628,7 @@ struct ForwardPass {
         }
     }
 
-    // The heads of `past` of rows [begin, end), which are of one sequence; `next` is read behind it.
+    // The heads of `past` of rows [begin, end), which are of one sequence; `next` is read after it.
     void attend_run(
         team::Member& m, const Layer& layer, int begin, int end, const attention::Past& past,
         const attention::NextPages& next
@@ -782,7 +784,7 @@ struct Loop : ForwardPass {
     void run_loop() {
         team.acquire();
         for (bool goes_on = pass_boundary(); goes_on; goes_on = pass_boundary()) {
-            if (team.is_asked()) tell_host();  // of tokens that would wait for the other's job
+            if (team.is_asked()) wake_host();  // or tokens would wait for the other thread's job
             team.hand_over();
             run_step();
         }
@@ -793,7 +795,7 @@ struct Loop : ForwardPass {
         team.acquire();
         run_step();
         pass_boundary();
-        tell_host();
+        wake_host();
         team.release();
     }
 
@@ -822,32 +824,32 @@ struct Loop : ForwardPass {
         if (n_rows > 0) run<&Loop::step>();
     }
 
-    // The host takes a core that the team computes on, so it is told of tokens now and then. Of all else it is told at
-    // once: a slot that came, ended or waits, and the end of the loop.
+    // The host takes a core that the team computes on, so while there are only tokens it is woken now and then; at once
+    // for all else: a slot that came, ended or waits, and the end of the loop.
     bool pass_boundary() {
         const int n_before = *TABLE_n_rows(plan.view);
         const long long now = now_ns();
         const bool goes_on = run_boundary(plan.view, plan.hash, plan.epoch, now);
         const int n_after = *TABLE_n_rows(plan.view);
         const bool only_tokens = goes_on && n_after == n_before && n_after == load(word_at(plan.view, WORD_LIVE));
-        untold = true;
-        if (!only_tokens || now - told_ns >= TELL_NS) tell_host(now);
+        wake_pending = true;
+        if (!only_tokens || now - last_wake_ns >= WAKE_INTERVAL_NS) wake_host(now);
         return goes_on;
     }
 
-    void tell_host() {
-        if (untold) tell_host(now_ns());
+    void wake_host() {
+        if (wake_pending) wake_host(now_ns());
     }
 
     // If the pipe is full, the host is woken already.
-    void tell_host(long long now) {
+    void wake_host(long long now) {
         const unsigned long long one = 1;
-        told_ns = now, untold = false;
+        last_wake_ns = now, wake_pending = false;
         if (plan.wake >= 0 && ::write(plan.wake, &one, sizeof one) < 0) return;
     }
 
-    long long told_ns = 0;
-    bool untold = false;
+    long long last_wake_ns = 0;
+    bool wake_pending = false;
 };
 
 }  // namespace loop

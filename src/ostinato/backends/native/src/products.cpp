@@ -4,10 +4,10 @@
 
 // --- the machine: what a register holds of a tile, and integer products ---
 //
-// A part is what one register holds of the 16 rows: all of them, half with AVX2, four with NEON. `dots<TOP, N, G>` adds to each of G
-// sums, for every row, the products of 4 N columns: v[0..N) of u8 up to TOP, times one of G runs of int8 within +-127.
-// Quants of TOP 255 have 128 added; CORRECTED: the caller subtracts it again. SHORT_SUMS: long chains of additions are
-// latency-bound here. TWO_ROWS: there is a body for two rows at once.
+// A part is what one register holds of the 16 rows: all of them, half with AVX2, four with NEON. `dots<TOP, N, G>` adds
+// to each of G sums, for every row, the products of 4 N columns: v[0..N) of u8 up to TOP, times one of G runs of int8
+// within +-127. Quants of TOP 255 have 128 added; CORRECTED: the caller subtracts it again. SHORT_SUMS: long chains of
+// additions are latency-bound here. TWO_ROWS: there is a body for two rows at once.
 
 #if !LANES_AVX2 && !LANES_NEON  // a part is all 16 rows
 using Part = Lanes;
@@ -336,7 +336,7 @@ ONE_BODY static void quantised_tile(const Matrix& w, const Inputs& in, int tile,
         for (int t = 0; t < M; t++) total[p][t] = part_of(0.0f);
 
     for (int b = 0; b < in.n_blocks; b++) {
-        for (int i = 0; i < quant_bytes(TYPE); i += 64) soon(quants + TILES_AHEAD + i);
+        for (int i = 0; i < quant_bytes(TYPE); i += 64) prefetch(quants + TILES_AHEAD + i);
 #pragma GCC unroll 2
         for (int p = 0; p < N; p++) {
             PartBytes v[8];
@@ -400,7 +400,7 @@ ONE_BODY static void float_tile(const Matrix& w, const Inputs& in, int tile, int
         for (int t = 0; t < M; t++)
             for (int i = 0; i < 4; i++) total[p][t][i] = part_of(0.0f);
     for (long c = 0; c < cols; c += 4, at += 4 * size) {
-        for (int i = 0; i < 4 * size; i += 64) soon(at + TILES_AHEAD + i);
+        for (int i = 0; i < 4 * size; i += 64) prefetch(at + TILES_AHEAD + i);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++)
 #pragma GCC unroll 2
