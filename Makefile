@@ -5,10 +5,10 @@ PROMPT ?= Tell me a short story about a lighthouse keeper.
 MODEL :=
 PORT :=
 BIN := .venv/bin
-# Byte-code is made at the first import, and kept whatever the shell says: pip would take seconds to make it for all.
+# PYTHONDONTWRITEBYTECODE is cleared below, so Python keeps the byte-code of what is imported; pip makes none of the rest.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 # Of this machine; where there is none, `make run` installs zig, which has one.
-COMPILER := $(shell command -v "$${CXX:-c++}" || command -v g++ || command -v clang++)
+COMPILER := $(shell if [ -n "$$CXX" ]; then command -v "$$CXX"; else command -v c++ || command -v g++ || command -v clang++; fi)
 NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
 # One stamp for each set of packages. Each set is installed on top of the one before, and pip removes none.
 SMALL := .venv/installed$(if $(NVIDIA),-gpu)

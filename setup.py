@@ -70,13 +70,13 @@ def compiler() -> Compiler | None:
         if "OSTINATO_WHEEL_ARCH" in os.environ:
             sys.exit(f"OSTINATO_WHEEL_ARCH is {ARCHITECTURE!r}; wheels are for {', '.join(LEVELS.IN_WHEELS)}")
         return None
+    if not (sys.platform.startswith("linux") or "OSTINATO_WHEEL_ARCH" in os.environ):
+        return None  # compiled at first use
     given, package = os.environ.get("CXX"), importlib.util.find_spec("ziglang")
     if not given and package is not None and package.submodule_search_locations:
         return Compiler([str(Path(package.submodule_search_locations[0]) / "zig"), "c++"], is_zig=True)
     if LEVELS.architecture() != ARCHITECTURE:
-        sys.exit(f"a wheel for {ARCHITECTURE} is compiled by zig, which is not there: pip install ziglang")
-    if not sys.platform.startswith("linux"):
-        return None
+        sys.exit(f"a wheel for {ARCHITECTURE} is compiled by zig: unset CXX, and pip install ziglang")
     found = next(filter(None, map(shutil.which, (given,) if given else ("c++", "g++", "clang++"))), None)
     return Compiler([found], is_zig=False) if found else None
 

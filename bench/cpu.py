@@ -7,8 +7,8 @@ same minute; ratios are taken round by round. Measured: a prompt of 512 tokens, 
 64 after 2,048 positions and the last 64 of the model's 8,192, four and eight sequences at once; of ours also loading,
 and a plain loop that reads the same packed weights and does nothing else. llama.cpp, compiled for the CPU
 (`bench/llama_cpp.py`), runs the same file, and that model in Q4_0, for which it has its best kernels; it rounds
-activations to 8 bits, as our `int8` does, and keeps keys and values in 16 bits, where ours are float32. Then, once a
-round: the time from `ostinato run` to its first character, and what importing torch takes of it.
+activations to 8 bits, as our `int8` does, and keeps keys and values in 16 bits, where ours are float32. How soon a
+program answers after it was started is measured by `bench.start`.
 
 `--shape` measures random weights of a named shape and type instead of the default model, without the rows at 2,048 and
 8,192 positions. `--beside` measures another checkout of this project too, in turn with this one. `--into` appends what
@@ -144,23 +144,6 @@ def transformers(subject: Subject) -> Figures:
     return figures
 
 
-def first_token(subject: Subject) -> Figures:
-    """Seconds from the start of `ostinato run` to its first character, and of a process that only imports torch."""
-    command = ["-m", "ostinato", "run", "--device", "cpu", "--model", str(subject.path)]
-    command += ["--threads", str(subject.threads)]
-    started = time.perf_counter()
-    asked = [sys.executable, *command, "--max-tokens", "8", "Say hello."]
-    with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        assert process.stdout is not None
-        process.stdout.read(1)
-        first_s = time.perf_counter() - started
-        process.stdout.read()
-    started = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    import_s = time.perf_counter() - started
-    return {"first_token_s": first_s, "import_torch_s": import_s, "without_torch_s": first_s - import_s}
-
-
 OURS: Final = ("ostinato wide", "ostinato int8")
 THEIRS: Final = ("llama.cpp", "llama.cpp Q4_0")
 ENGINES: Final[dict[str, Callable[[Subject], Figures]]] = {
@@ -169,7 +152,6 @@ ENGINES: Final[dict[str, Callable[[Subject], Figures]]] = {
     "llama.cpp": theirs,
     "llama.cpp Q4_0": theirs,  # of another file
     "transformers": transformers,
-    "ostinato run": first_token,
 }
 BESIDE: Final = "beside: "  # begins the name of an engine of the other checkout
 
@@ -247,36 +229,34 @@ class Bar:
     bar: float
 
 
-ROWS: Final = {
+TASKS: Final = {
     "decode_tok_s": "decode",
     "decode_2048_tok_s": "decode at 2,048",
     "decode_8192_tok_s": "decode to 8,192",
     "prefill_tok_s": "prefill 512",
     "four_slots_tok_s": "four slots",
     "eight_slots_tok_s": "eight slots",
-    "read_tok_s": "read loop",
 }
+ROWS: Final = {**TASKS, "read_tok_s": "read loop"}
 BARS: Final = (
-    *(Bar(f"{row}, wide", (OURS[0], task), (THEIRS[1], task), 1.0) for task, row in ROWS.items()),
-    *(Bar(f"{row}, wide, the same file", (OURS[0], task), (THEIRS[0], task), 1.0) for task, row in ROWS.items()),
+    *(Bar(f"{row}, wide", (OURS[0], task), (THEIRS[1], task), 1.0) for task, row in TASKS.items()),
+    *(Bar(f"{row}, wide, the same file", (OURS[0], task), (THEIRS[0], task), 1.0) for task, row in TASKS.items()),
     Bar("decode, int8", (OURS[1], "decode_tok_s"), (THEIRS[1], "decode_tok_s"), 1.3),
     Bar("prefill 512, int8", (OURS[1], "prefill_tok_s"), (THEIRS[1], "prefill_tok_s"), 2.0),
     Bar("decode, wide, of a plain read loop", (OURS[0], "decode_tok_s"), (OURS[0], "read_tok_s"), 0.8),
     *(
         Bar(f"{row}, {ours.split()[1]}, of the other checkout", (ours, task), (BESIDE + ours, task), bar)
         for ours in OURS
-        for task, row in ROWS.items()
+        for task, row in TASKS.items()
         for bar in (1.2 if task in SLOTS else 1.0,)
     ),
     Bar("loading and packing, seconds", (OURS[0], "load_s"), None, 0.5),
-    Bar("`ostinato run` to the first character, seconds", ("ostinato run", "first_token_s"), None, 3.5),
-    Bar("the same without the import of torch", ("ostinato run", "without_torch_s"), None, 1.5),
 )
 
 
 def show(series: list[Series], compile_s: float | None) -> None:
     by = {(s.engine, s.task): s for s in series}
-    engines = [engine for engine in dict.fromkeys(s.engine for s in series) if engine != "ostinato run"]
+    engines = list(dict.fromkeys(s.engine for s in series))
     print(f"{'medians, tok/s':18}" + "".join(f"{engine:>24}" for engine in engines))
     for task, row in ROWS.items():
         cells = [by.get((engine, task)) for engine in engines]
@@ -326,8 +306,6 @@ def main() -> None:
     chosen = [word.strip() for word in asked.engines.split(",")] if asked.engines else list(ENGINES)
     engines = [name for name in chosen if name != "transformers" or asked.transformers or asked.engines]
     subjects = dict.fromkeys(engines, subject)
-    if asked.shape:
-        subjects.pop("ostinato run", None)  # these files have no vocabulary
     if THEIRS[1] in subjects:
         subjects[THEIRS[1]] = replace(subject, path=q4_0_of(asked, subject.path))
     if asked.beside:  # each engine of ours, then the other checkout's

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ CXX_FLAGS: Final = ("-std=c++17", "-O2", "-Wall", "-Wextra")
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 _COMPILERS: Final = ("c++", "g++", "clang++")
 _INSTALL: Final = (
-    "`pip install ziglang`, `apt install g++`, `dnf install gcc-c++`, `apk add g++`, "
+    f"`{sys.executable} -m pip install ziglang`, `apt install g++`, `dnf install gcc-c++`, `apk add g++`, "
     "or `xcode-select --install` on macOS"
 )
 
@@ -123,7 +124,7 @@ def shared_object(
         except OSError as error:
             not_kept(
                 f"the compiled {name} cannot be kept in {_folder()} ({error.strerror or error}), so every start "
-                "compiles it again; OSTINATO_HOME names another folder"
+                "compiles it again; set OSTINATO_HOME to another folder"
             )
             return _keep_for_now(binary, key, name)
 
@@ -140,7 +141,8 @@ def kept_object(
     """What `shared_object` would return without compiling, if it is cached; raises HardwareCannot as that does."""
     compiler = cxx()
     options = _options(compiler, flags, zig_flags)
-    return _find(_object_key(compiler, source, name, headers, beside, options), "so")
+    key = _object_key(compiler, source, name, headers, beside, options)
+    return _find(key, "so") or _temporary.get(key)
 
 
 def cxx() -> Cxx:
@@ -150,11 +152,10 @@ def cxx() -> Cxx:
         if candidate and (found := shutil.which(candidate)):
             return Cxx((found,))
     if given:
-        tried = f"$CXX is {given!r}, which is not there"
-    elif zig := _zig():
+        raise HardwareCannot(f"no C++ compiler: $CXX is {given!r}, which is not there; unset it, or name another in it")
+    if zig := _zig():
         return zig
-    else:
-        tried = f"none of {', '.join(_COMPILERS)} is there, nor the package ziglang"
+    tried = f"none of {', '.join(_COMPILERS)} is there, nor the package ziglang"
     raise HardwareCannot(f"no C++ compiler: {tried}; install one ({_INSTALL}), or name yours in the variable CXX")
 
 

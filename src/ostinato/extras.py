@@ -10,12 +10,13 @@ from typing import Final
 
 from ostinato.errors import HardwareCannot
 
-# Those of pyproject.toml that are imported by name. `gpu` holds torch too, and `scale` holds `serve`.
+# Those of pyproject.toml that are imported by name.
+_SERVE: Final = ("fastapi", "uvicorn", "prometheus-client", "msgspec", "llguidance")
 PACKAGES: Final = {
     "torch": ("torch",),
     "gpu": ("torch", "triton", "cuda-core", "cuda-bindings"),
-    "serve": ("fastapi", "uvicorn", "prometheus-client", "msgspec", "llguidance"),
-    "scale": ("ray",),
+    "serve": _SERVE,
+    "scale": ("ray", *_SERVE),
     "lab": ("matplotlib",),
 }
 _MODULES: Final = {"cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings", "prometheus-client": "prometheus_client"}
@@ -23,17 +24,13 @@ _CHECKOUT: Final = Path(__file__).parents[2]
 _NVIDIA: Final = Path("/proc/driver/nvidia")
 
 
-class MissingExtra(HardwareCannot):
-    """What was asked for needs an extra that is not installed."""
-
-
 def missing(extra: str, packages: Sequence[str] = ()) -> tuple[str, ...]:
     """The packages of an extra, or those named of them, that are not installed."""
-    return tuple(name for name in packages or PACKAGES[extra] if not _is_here(_MODULES.get(name, name)))
+    return tuple(name for name in packages or PACKAGES[extra] if not _is_installed(_MODULES.get(name, name)))
 
 
 def why_missing(extra: str, what: str, *packages: str) -> str | None:
-    """The sentence for somebody who asked for `what`; None where the extra, or these packages of it, are installed."""
+    """The message that `what` needs this extra; None where it, or these packages of it, are installed."""
     lacking = missing(extra, packages)
     if not lacking:
         return None
@@ -47,7 +44,7 @@ def why_missing(extra: str, what: str, *packages: str) -> str | None:
 def check_extra(extra: str, what: str, *packages: str) -> None:
     """Refuse `what` where its extra, or these packages of it, are not installed."""
     if (why := why_missing(extra, what, *packages)) is not None:
-        raise MissingExtra(why)
+        raise HardwareCannot(why)
 
 
 def check_structured_output() -> None:
@@ -72,7 +69,7 @@ def _package(extra: str) -> str:
     return f"'ostinato[{extra}]'"
 
 
-def _is_here(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     if module in sys.modules:
         return sys.modules[module] is not None
     try:

@@ -163,10 +163,10 @@ class LLM:
         shape = read_shape(checkpoint)
         settled = choose(checkpoint, shape, self._options, talk)
         with ThreadPoolExecutor(1) as beside:
-            texts = beside.submit(self._load_texts)
+            texts = beside.submit(self._load_tokenizer)
 
             def refuse_early(done: int, total: int) -> None:
-                """A tokenizer that cannot be made is not told after gigabytes of weights."""
+                """Raise a tokenizer's error at once, not after all weights are read."""
                 if texts.done():
                     texts.result()
                 if progress is not None:
@@ -197,7 +197,7 @@ class LLM:
         self._recent: HeldSequence | None = None  # the last answer and its prompt, or a loaded state
         return settled
 
-    def _load_texts(self) -> None:
+    def _load_tokenizer(self) -> None:
         self.tokenizer = tokenizer_of(self._checkpoint)
         self.template = template_of(self._checkpoint, self.tokenizer)
 

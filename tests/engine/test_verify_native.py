@@ -40,7 +40,9 @@ def test_the_loop_agrees_with_its_plainest_code_other_threads_slots_and_cuts(mad
     verifier, load = made
     report = verifier.verify(load, lambda _: None)
     assert report.passed
-    assert len(report.checks) >= 6
+    against = {check.against for check in report.checks}
+    assert {"the file", "2 threads", "3 threads", "each sequence alone", "before the runs"} <= against
+    assert library.plainest_library()[0].words in against or library.chosen_level() == PLAIN
     assert all(check.comparison == "bits" and check.n_compared > 50 for check in report.checks if check.name == "loop")
 
 

@@ -21,8 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ostinato.errors import BadInput, BadOption, Unsupported
-from ostinato.extras import MissingExtra
+from ostinato.errors import BadInput, BadOption, HardwareCannot, Unsupported
 from ostinato.options import MAX_RULE_CHARACTERS, Sampling
 from ostinato.text.folder import tokenizer_from_folder
 from ostinato.text.grammar import Grammars, Matcher, check_multiples
@@ -362,7 +361,7 @@ def test_a_regex_that_is_none_is_told_why_on_one_line() -> None:
 
 def test_without_llguidance_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(MissingExtra, match=r"needs llguidance, which is not installed; type: .*\[serve\]'"):
+    with pytest.raises(HardwareCannot, match=r"needs llguidance, which is not installed; type: .*\[serve\]'"):
         Grammars(tokenizer(), 512).matcher(Sampling(regex="a"))
 
 

@@ -14,7 +14,7 @@ import pytest
 from ostinato.errors import BadFile, BadInput, BadTemplate
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.text import renderer_process
-from ostinato.text.renderer_process import renderer_at_hand
+from ostinato.text.renderer_process import early_renderer
 from ostinato.text.template import ChatTemplate, sources_in_folder, sources_in_gguf, template_from
 from ostinato.text.tokenizer import tokenizer_from_gguf
 from tests.text.templates import CHATML, GENERATION, HEADERS, ONLY_PARTS, PARTS, TOOLS, TURNS
@@ -289,7 +289,7 @@ def test_prompts_are_those_of_transformers(source: str) -> None:
 
 
 def test_a_process_that_was_started_early_is_the_one_that_renders() -> None:
-    with renderer_at_hand():
+    with early_renderer():
         (early, _), *_ = renderer_process._spare
         template = ChatTemplate("{{ messages[0]['content'] }}", bos_token="", eos_token="")
         template.start()
@@ -300,6 +300,6 @@ def test_a_process_that_was_started_early_is_the_one_that_renders() -> None:
 
 
 def test_a_process_that_was_started_early_and_not_needed_is_ended() -> None:
-    with renderer_at_hand():
+    with early_renderer():
         (early, _), *_ = renderer_process._spare
     assert early.poll() is not None

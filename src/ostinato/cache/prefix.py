@@ -1,8 +1,8 @@
 """Pages of prompts that were computed before, found again by their tokens: a trie with one page of tokens per node.
 
 The trie counts as a holder of its pages, so a page stays while a sequence reads it, and after that until it is needed
-elsewhere: the least recently used goes first. A beginning that no second prompt had is given up earlier, when enough
-newer ones have come: most prompts come once, and a page that was never written costs no memory. Each group of layers
+elsewhere: the least recently used goes first. A prefix that no second prompt has used is evicted earlier, when enough
+newer prompts have come: most prompts come once, and a page that was never written costs no memory. Each group of layers
 has its own page at a node. A group that sees a window may have given its page back, so a beginning is found where the
 windows before its end are complete. Integers only; a page is added when prefill has written all of it.
 """
@@ -100,20 +100,20 @@ class PrefixCache:
         for group in range(len(self._pools)):
             self._use(group, path)
         if path:
-            for node in path:  # of this prompt's earlier chunks
+            for node in path:  # where earlier chunks of it ended, or shorter prompts
                 self._recent.pop(node, None)
             self._recent[path[-1]] = None
             self._prune(path[-1])
-            self._give_up_oldest()
+            self._evict_oldest()
 
-    def _give_up_oldest(self) -> None:
-        """Give up what only the oldest prompts had, unless a sequence still reads it."""
+    def _evict_oldest(self) -> None:
+        """Evict what only the oldest prompts have used, unless a sequence still reads it."""
         for node in list(self._recent)[: max(0, len(self._recent) - self._n_recent)]:
             if not self._is_held(node):
                 del self._recent[node]
-                self._give_up(node)
+                self._evict_branch(node)
 
-    def _give_up(self, node: _Node) -> None:
+    def _evict_branch(self, node: _Node) -> None:
         while node.parent is not None and not (node.reused or node.children or self._is_held(node)):
             parent = node.parent
             for group in range(len(self._pools)):

@@ -22,7 +22,7 @@ from ostinato.cache.prefix import Found, PrefixCache
 from ostinato.cache.window_pages import PageRun, WindowLease, WindowPages
 from ostinato.errors import InternalError
 
-RECENT_PROMPTS: Final = 16  # whose pages wait for a second prompt that begins with them, at least
+RECENT_PROMPTS: Final = 16  # whose pages stay cached, at least, even if no other prompt has used them
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ class Reserve:
         recent: int = RECENT_PROMPTS,
     ) -> None:
         """`chunk_rows`: of any chunk, at most. `share_prefixes`: cache prompts' pages for later prompts of the same
-        `kind`, by their length (`Chunks.rows_for`), and of so many `recent` ones those that none has shared yet. Not
-        for recurrent models, whose past is not in pages alone."""
+        `kind`, by their length (`Chunks.rows_for`); of a prompt that no other has shared, while it is one of so many
+        `recent` ones. Not for recurrent models, whose past is not in pages alone."""
         self.page_tokens = page_tokens
         self._groups = tuple(groups)
         whole = [group for group in groups if group.window is None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from typing import Annotated, Final
 
@@ -21,7 +21,8 @@ from ostinato.cli.groups import Verbose, Verbs, show_help
 from ostinato.cli.output import ReaderGone, drop_output, is_verbose, prepare, talk, told, write_line
 from ostinato.errors import HardwareCannot, OstinatoError
 
-# Every verb and group: its module, and the first sentence of its help, with which a list of verbs loads none of them.
+# Every verb and group: its module, and the first sentence of its help, so that `--help` lists them without importing
+# them. The module of `bench` is the one that adds the last verb to it.
 _VERBS: Final = {
     "run": ("run", "Generate text from a prompt, streaming."),
     "chat": ("chat", "Talk with a model in the terminal."),
@@ -51,13 +52,13 @@ _VERBS: Final = {
 }
 
 
-def app(*named: str) -> Verbs:
+def app(named: Collection[str] | None = None) -> Verbs:
     """The program with these verbs, or with all; of the others it knows the names and what they are for."""
     made = Verbs(name="ostinato", pretty_exceptions_enable=False, rich_markup_mode="rich")
     made.info.context_settings = {"help_option_names": ["--help", "-h"]}
     made.callback()(_ostinato)
     for name, (module, summary) in _VERBS.items():
-        if named and name not in named:
+        if named is not None and name not in named:
             made.command(name, help=summary)(_not_loaded)
             continue
         verb = getattr(import_module(f"ostinato.cli.{module}"), name)
@@ -100,7 +101,7 @@ def call(arguments: Sequence[str]) -> int:
     if list(arguments[:1]) == ["help"]:
         arguments = [*arguments[1:], "--help"]
     try:
-        code = app(*_named(arguments))(list(arguments), prog_name="ostinato", standalone_mode=False)
+        code = app(_named(arguments))(list(arguments), prog_name="ostinato", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except OstinatoError as error:
         return _refuse(error)
@@ -117,13 +118,13 @@ def call(arguments: Sequence[str]) -> int:
         return _blame_ourselves(error)
 
 
-def _named(arguments: Sequence[str]) -> tuple[str, ...]:
+def _named(arguments: Sequence[str]) -> Collection[str] | None:
     """The verb to load: the first word that is none of the program's own options. A shell that completes, and a word
     that is no verb, ask for all."""
     if "_OSTINATO_COMPLETE" in os.environ:
-        return ()
+        return None
     first = next((word for word in arguments if not word.startswith("-")), None)
-    return ("none",) if first is None else (first,) if first in _VERBS else ()
+    return () if first is None else (first,) if first in _VERBS else None
 
 
 def _refuse(error: OstinatoError) -> int:

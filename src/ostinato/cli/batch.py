@@ -17,7 +17,7 @@ from ostinato.cli import flags
 from ostinato.cli.flags import Flag
 from ostinato.cli.loading import ProgressBar
 from ostinato.cli.output import talk, write_json
-from ostinato.extras import PACKAGES, check_extra
+from ostinato.extras import check_extra
 from ostinato.files.store import DEFAULT
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def batch(
     is a refusal or says that the line is invalid: the last line on standard error and --json count them.
     """
     if replicas is not None or ray_address is not None:
-        check_extra("scale", "a batch on several engines", *PACKAGES["scale"], *PACKAGES["serve"])
+        check_extra("scale", "a batch on several engines")
     check_extra("serve", "`ostinato batch`")
     from ostinato.scale.batch import Tally
     from ostinato.scale.batch_file import Requests, Results

@@ -39,7 +39,9 @@ _CPU_FLAGS: Final = (
     *("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx_bf16", "amx_int8"),
     *("asimd", "asimddp", "i8mm", "bf16", "sve"),
 )
-_PACKAGES: Final = ("torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", *PACKAGES["gpu"][1:])
+_PACKAGES: Final = tuple(
+    dict.fromkeys(("torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", *PACKAGES["gpu"]))
+)
 
 
 @flags.verb
@@ -99,7 +101,7 @@ def _cuda() -> dict[str, Any]:
     found: dict[str, Any] = {"driver": _driver(), "driver_cuda": driver_cuda(), "devices": [], "reason": None}
     reason = why_no_cuda()
     if reason is not None:
-        return {**found, "reason": reason if found["driver"] else f"no NVIDIA driver is installed, and {reason}"}
+        return {**found, "reason": reason}
     from ostinato.backends.cuda import gpu
 
     return {**found, "devices": [_gpu(i) for i in range(gpu.count())]}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ostinato.cli.output import detail, talk
 from ostinato.files.fetch import megabytes
 from ostinato.options import LoadOptions
-from ostinato.text.renderer_process import renderer_at_hand
+from ostinato.text.renderer_process import early_renderer
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
@@ -80,7 +80,7 @@ class LoadProgress(ProgressBar):
 def opened(model: str, options: LoadOptions, *, chats: bool = False) -> Iterator[LLM]:
     """The model, loaded with the user's options, and closed at the end of the block. `chats`: its chat template will
     be rendered soon."""
-    with renderer_at_hand() if chats else nullcontext():
+    with early_renderer() if chats else nullcontext():
         from ostinato import LLM
 
         progress = LoadProgress()

@@ -12,7 +12,7 @@ from ostinato.cli import flags
 from ostinato.cli.flags import Flag
 from ostinato.cli.output import talk
 from ostinato.errors import BadInput
-from ostinato.extras import PACKAGES, check_extra
+from ostinato.extras import check_extra
 from ostinato.files.store import DEFAULT
 from ostinato.serve.settings import DEFAULT_HOST, DEFAULT_PORT, ServeOptions
 
@@ -53,7 +53,7 @@ def serve(
 
     many = replicas is not None or max_replicas is not None or ray_address is not None
     if many:
-        check_extra("scale", "more than one replica", *PACKAGES["scale"], *PACKAGES["serve"])
+        check_extra("scale", "more than one replica")
     check_extra("serve", "the server")
     keys = (*(api_key or ()), *_keys_in(api_key_file))
     options = ServeOptions(

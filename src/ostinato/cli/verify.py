@@ -67,10 +67,11 @@ def _verified(model: str, options: LoadOptions) -> tuple[VerifyReport, dict[str,
             from ostinato.engine.verify import Verifier
 
             modes = None if options.mode == "auto" else (options.mode,)
-            verifier = Verifier(loaded, settled.kv_type, n_tokens, activations=settled.activations, modes=modes)
+            how: dict[str, Any] = {"activations": settled.activations, "threads": settled.threads, "modes": modes}
+            verifier = Verifier(loaded, settled.kv_type, n_tokens, **how)
             dense = (lambda: bare.load("cpu", dense=True)) if tiles else None
             again = None if tiles else (lambda: bare.load("cpu"))
-            report += replace(verifier, threads=settled.threads).verify(again, detail, dense=dense)
+            report += verifier.verify(again, detail, dense=dense)
     return report, {
         "model": model,
         "path": str(bare.checkpoint.path),

@@ -19,7 +19,7 @@ Comparison = Literal["bits", "tolerance"]
 
 N_SLOTS: Final = 5
 N_TOKENS: Final = 12  # of the longest answer
-TOLD: Final = 5  # most likely tokens that a comparison asks for
+N_LOGPROBS: Final = 5  # most likely tokens that a comparison asks for
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class VerifyReport:
         return all(check.passed for check in self.checks)
 
     def __add__(self, more: VerifyReport) -> VerifyReport:
-        """Both; what passed in the first and was checked once more is listed once."""
+        """Both. A check of both is listed once, from the second, unless it failed in the first."""
         again = {(check.name, check.against) for check in more.checks}
         kept = [check for check in self.checks if not check.passed or (check.name, check.against) not in again]
         return VerifyReport((*kept, *more.checks), {**self.not_run, **more.not_run})

@@ -26,7 +26,7 @@ from ostinato.backends.tape.backend import TAPE
 from ostinato.backends.torch.backend import TORCH, TWIN
 from ostinato.cache.kv_bytes import check_kv_width, kv_bytes
 from ostinato.engine.cores import default_threads
-from ostinato.engine.machine import choose_device, machine_at
+from ostinato.engine.machine import choose_device, machine_at, why_gpu_unused
 from ostinato.engine.memory_plan import LEAST_CONTEXT, MemoryPlan
 from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
 from ostinato.extras import check_extra
@@ -107,7 +107,10 @@ def choose(
 ) -> Settled:
     """Settle what the options leave open, and refuse what cannot run or does not fit. `talk` is called with a sentence
     where a choice may surprise the user."""
-    machine = machine or machine_at(choose_device(options.device))
+    if machine is None:
+        machine = machine_at(choose_device(options.device))
+        if options.device == "auto" and (unused := why_gpu_unused()) is not None:
+            talk(unused)
     describe(checkpoint, shape)  # a file that contradicts itself is refused before its sizes are believed
     case = LoadCase(shape, tensors_of(checkpoint), options, machine)
     return fit(prepared(case, talk), case, talk)
@@ -138,12 +141,22 @@ def decide(case: LoadCase, failed: Mapping[str, str] = MappingProxyType({})) -> 
         return replace(
             settled,
             why_not=tuple(f"{one}: {reasons.get(one, 'not asked for')}" for one in higher),
-            # No other backend opens an encoder.
+            # The other backends' runners open no encoder: torch's decoder runs it, and no runner falls back to that.
             fallback=below[-1] if asked == "auto" and below and case.shape.causal else None,
         )
     if asked != "auto":
         raise HardwareCannot(f"mode {asked!r} cannot run here: {reasons[asked]}")
-    raise HardwareCannot(f"no mode can run this model here: {'; '.join(dict.fromkeys(reasons.values()))}")
+    raise HardwareCannot(f"no mode can run this model here: {'; '.join(_why_none(reasons, machine))}")
+
+
+def _why_none(reasons: dict[str, str], machine: Machine) -> list[str]:
+    """The reasons to tell: those of this device's modes, the highest first. Where this machine lacks what the native
+    loop needs, that alone: the reference backend is no remedy."""
+    here = [reasons[mode] for mode in reversed(modes_of(machine.kind)) if mode in reasons]
+    for mode in NATIVE.modes if machine.kind == "cpu" else ():
+        if (lacking := NATIVE.why_not_here(mode, machine)) is not None and lacking == reasons.get(mode):
+            return [lacking]
+    return list(dict.fromkeys(here))
 
 
 def prepared(case: LoadCase, talk: Talk) -> Settled:

@@ -35,6 +35,12 @@ def choose_device(wanted: str) -> str:
     return f"cuda:{index}"
 
 
+def why_gpu_unused() -> str | None:
+    """What to install where there is an NVIDIA driver and `auto` takes the CPU for want of packages."""
+    why = why_missing("gpu", "the NVIDIA GPU of this machine") if driver_cuda() is not None else None
+    return None if why is None else f"the CPU runs: {why}"
+
+
 def why_no_cuda() -> str | None:
     """Why no CUDA device can be used here; None where one can."""
     if driver_cuda() is None:

@@ -29,9 +29,9 @@ from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.decoder import Decoder
 from ostinato.engine.checks import (
+    N_LOGPROBS,
     N_SLOTS,
     N_TOKENS,
-    TOLD,
     Case,
     Check,
     Compared,
@@ -227,7 +227,7 @@ class Verifier:
         that tie, and the tie is counted. Logits are compared if all answers are equal to their ends.
         """
         for driver in (base, other):
-            self._admit(driver, logprobs=TOLD)  # they show ties
+            self._admit(driver, logprobs=N_LOGPROBS)  # they show ties
             driver.run()
         tolerance = tolerance_of(self.model)
         n_compared, ties = 0, 0

@@ -16,7 +16,7 @@ from ostinato.backends.base import PAGE_TOKENS, Settled
 from ostinato.backends.compare import Difference, array_sums, unequal_weights
 from ostinato.backends.native.backend import NativeRunner
 from ostinato.backends.native.library import chosen_level, plainest_library
-from ostinato.engine.checks import N_SLOTS, TOLD, Case, Check, Compared, VerifyReport, cases_of, timed, unequal
+from ostinato.engine.checks import N_LOGPROBS, N_SLOTS, Case, Check, Compared, VerifyReport, cases_of, timed, unequal
 from ostinato.engine.driver import LoopDriver
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class NativeVerifier:
         )
         with closing(LoopDriver(NativeRunner(self.model, settled, library=library), chunk_rows=chunk_rows)) as driver:
             for case in cases or everyone:
-                sampling = replace(case.sampling, logprobs=TOLD)
+                sampling = replace(case.sampling, logprobs=N_LOGPROBS)
                 driver.admit(case.slot, case.prompt, most=case.most, sampling=sampling)
             driver.run()
             return driver.entries

@@ -138,7 +138,7 @@ def pull(name: str, *, talk: Talk) -> StoredModel:
         raise type(error)(f"{name}: {error}") from error
     except OSError as error:
         raise CannotStore(
-            f"{name}: cannot write to {home()}: {error.strerror or error}; OSTINATO_HOME names another folder"
+            f"{name}: cannot write to {home()}: {error.strerror or error}; set OSTINATO_HOME to another folder"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """The process that renders chat templates (`renderer.py`): started, asked one line at a time, and ended.
 
 It takes a tenth of a second to start, mostly for jinja2. A program that knows that it will render starts one early with
-`renderer_at_hand`, beside its own imports; the next template takes it.
+`early_renderer`, beside its own imports; the next template takes it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,14 +25,16 @@ _spare: Final[list[tuple[subprocess.Popen[bytes], OpenedHere]]] = []  # started 
 
 
 @contextmanager
-def renderer_at_hand() -> Iterator[None]:
+def early_renderer() -> Iterator[None]:
     """Start a process that a template takes within this block, and do not wait for it."""
-    _spare.append((_started(), OpenedHere()))
+    own = _started(), OpenedHere()
+    _spare.append(own)
     try:
         yield
     finally:
-        while _spare:  # no template took it
-            _end_process(*_spare.pop())
+        with suppress(ValueError):  # a template took it
+            _spare.remove(own)
+            _end_process(*own)
 
 
 def _taken() -> subprocess.Popen[bytes] | None:
@@ -41,7 +43,10 @@ def _taken() -> subprocess.Popen[bytes] | None:
         process, opened = _spare.pop()
     except IndexError:
         return None
-    return process if opened and process.poll() is None else None
+    if opened and process.poll() is None:
+        return process
+    _end_process(process, opened)
+    return None
 
 
 def _started() -> subprocess.Popen[bytes]:

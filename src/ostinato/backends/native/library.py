@@ -2,7 +2,7 @@
 
 `cpu_library` opens it, `why_no_native` says why it could not, and `native_status` reports both. A prebuilt object from
 the wheel is used only if it was built from exactly the sources installed beside it; otherwise the machine's compiler
-builds one, which is cached. If neither works, the engine runs `eager`, which needs nothing from here, and reports that.
+builds one, which is cached. If neither works, the engine runs `eager` where torch is installed, and reports that.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ostinato import build
 from ostinato.backends.native import cpu_levels
 from ostinato.backends.native.cpu_levels import Level
 from ostinato.errors import HardwareCannot, InternalError, listing
+from ostinato.extras import missing
 from ostinato.loop.sources import FOLDER as LOOP_SOURCES
 from ostinato.options import Talk
 
@@ -50,7 +51,8 @@ class NativeStatus:
     @property
     def line(self) -> str:
         if self.why_not is not None:
-            return f"no native loop on this CPU: {self.why_not}; eager, which runs instead, is many times slower"
+            slower = "" if missing("torch") else "; eager, which runs instead, is many times slower"
+            return f"no native loop on this CPU: {self.why_not}{slower}"
         noted = f" ({self.note})" if self.note else ""
         return f"native loop for {self.words} (level {self.level}), {self.origin}{noted}"
 
