@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 FLOAT_BYTES = 4
 KV_PAGES = "KV pages"
 OUTPUT_ROWS = "rows of output (at first use)"
-# Beside the CPU's own: what is imported and built between asking for free memory and answering; measured at 125 MB.
-LIBRARIES = MemoryRow("Python and its libraries (about)", 160 << 20)
+# Beside the CPU's own: what is imported and built between asking for free memory and answering; measured at 70 MB, and
+# at 125 MB with torch.
+LIBRARIES = MemoryRow("Python and its libraries (about)", 80 << 20)
+LIBRARIES_WITH_TORCH = MemoryRow(LIBRARIES.name, 160 << 20)
 
 
 def shared_rows(shape: Shape, settled: Settled, *, spare_states: int = 0) -> tuple[MemoryRow, ...]:

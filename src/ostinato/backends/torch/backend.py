@@ -16,7 +16,7 @@ from ostinato.backends.base import (
     why_not_kept,
 )
 from ostinato.backends.machine import DeviceKind, Machine
-from ostinato.backends.memory_rows import FLOAT_BYTES, LIBRARIES, output_row, shared_rows, without_empty
+from ostinato.backends.memory_rows import FLOAT_BYTES, LIBRARIES_WITH_TORCH, output_row, shared_rows, without_empty
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.kv_types import KV_DTYPES
 from ostinato.errors import Unsupported
@@ -66,14 +66,14 @@ class TorchBackend:
     def needs(self, shape: Shape, tensors: HeaderTensors, settled: Settled) -> tuple[MemoryRow, ...]:
         weights = MemoryRow("weights", dense_bytes(tensors, settled))
         if not shape.causal:
-            return (weights, LIBRARIES)
+            return (weights, LIBRARIES_WITH_TORCH)
         return without_empty(
             weights,
             *shared_rows(shape, settled),
             MemoryRow("step buffers", settled.n_slots * _step_bytes(shape, settled)),
             MemoryRow("prefill buffers (about)", prefill_bytes(shape, settled, CHUNK_ROWS["cpu"])),
             output_row(shape, CHUNK_ROWS["cpu"]),
-            LIBRARIES,
+            LIBRARIES_WITH_TORCH,
         )
 
     def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
