@@ -120,7 +120,7 @@ class Installed:
         (folder / "nothing").mkdir()
         kept = {key: value for key, value in os.environ.items() if key not in ("CXX", "PYTHONPATH", "LD_PRELOAD")}
         kept = {key: value for key, value in kept.items() if not key.startswith("OSTINATO_CPU_")}
-        self._environment = {**kept, "PATH": str(folder / "nothing"), "OSTINATO_HOME": str(self.home)}
+        self._environment = {**kept, "PATH": str(folder / "nothing"), "CXX": "none", "OSTINATO_HOME": str(self.home)}
 
     def run(self, program: str, *arguments: str, **environment: str) -> list[str]:
         ran = subprocess.run(
