@@ -79,7 +79,7 @@ class AsyncLLM:
         opening = asyncio.ensure_future(self._in(self._prompts, self._open_llm))
         try:
             self._llm = await asyncio.shield(opening)
-        except BaseException:  # a cancelled caller leaves a model that still loads, and nobody else would close it
+        except BaseException:  # a cancelled caller leaves a model that still loads, which must be closed too
             if not self._is_shared:
                 opening.add_done_callback(_close_llm)
             self._end_threads()

@@ -15,6 +15,7 @@ from ostinato.engine import load
 from ostinato.engine.checks import Check
 from ostinato.engine.cores import default_threads
 from tests.cli.conftest import RunCli
+from tests.models import tiny_encoders
 
 verify = import_module("ostinato.cli.verify")  # the room has the verb under this name
 
@@ -103,3 +104,9 @@ def test_the_default_model_verifies(default_model: Path, ostinato: RunCli) -> No
 def test_a_tie_is_said_where_there_are_no_logits_to_compare() -> None:
     check = Check("loop", "eager", "tolerance", 17, 0.1, None, {"ties": 1.0, "tolerance": 1e-3})
     assert verify._result(check) == "same tokens up to a tie, 17 compared"
+
+
+def test_an_encoder_is_refused(ostinato: RunCli, tmp_path: Path) -> None:
+    ran = ostinato("verify", "--model", tiny_encoders.gguf("bert", tmp_path), "--device", "cpu")
+    assert ran.code == 2
+    assert "bert is an encoder" in ran.err

@@ -14,7 +14,7 @@ from ostinato.backends.base import ChunkPart
 from ostinato.backends.runner import Runner
 from ostinato.cache.reserve import Reserve
 from ostinato.decoder.paged import PagedSequence, PagedSequences, SequencePart
-from ostinato.errors import EngineDead, InternalError
+from ostinato.errors import EngineDead, InternalError, Unsupported
 from ostinato.loop.host import Admission, OutEntry
 from ostinato.loop.layout import Word
 from ostinato.options import NEUTRAL, Sampling
@@ -28,6 +28,9 @@ class LoopDriver:
 
     def __init__(self, runner: Runner, *, chunk_rows: int | None = None) -> None:
         """`chunk_rows`: of a prompt that run at once; by default as many as the runner takes."""
+        if not runner.model.shape.causal:
+            runner.close()
+            raise Unsupported(f"{runner.model.shape.family} is an encoder: it embeds text and generates none")
         self.runner, self._chunk_rows = runner, chunk_rows
         self.entries: list[OutEntry] = []
         self._generation = 0
