@@ -80,7 +80,7 @@ sanitize: export OSTINATO_CPU_FLAGS := -O1 -g -fno-omit-frame-pointer -fsanitize
 sanitize: export ASAN_OPTIONS := detect_leaks=0:use_sigaltstack=0
 sanitize: export UBSAN_OPTIONS := print_stacktrace=1
 sanitize: $(DEV)  # the native loop's tests under the sanitizers
-	for level in v4 v3 v2 plain; do OSTINATO_CPU_LEVEL=$$level $(BIN)/python $(COMPILE) || true; done
+	for level in amx v4 v3 v2 plain; do OSTINATO_CPU_LEVEL=$$level $(BIN)/python $(COMPILE) || true; done
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  $(BIN)/pytest -p no:xdist $(SANITIZED)
 

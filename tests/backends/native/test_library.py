@@ -13,7 +13,19 @@ import pytest
 from ostinato import build
 from ostinato.backends.native import cpu_levels
 from ostinato.backends.native import library as native_cpu
-from ostinato.backends.native.cpu_levels import DOTPROD, I8MM, LEVELS, NEON, PLAIN, V2, V3, V4, best_level, levels_of
+from ostinato.backends.native.cpu_levels import (
+    AMX,
+    DOTPROD,
+    I8MM,
+    LEVELS,
+    NEON,
+    PLAIN,
+    V2,
+    V3,
+    V4,
+    best_level,
+    levels_of,
+)
 from ostinato.backends.native.library import compiler_of_object, cpu_library, native_status, why_no_native
 from ostinato.errors import HardwareCannot
 from ostinato.files import store
@@ -85,7 +97,8 @@ def prebuild(native: Path, level: cpu_levels.Level = PLAIN) -> Path:
 
 
 def test_a_cpu_gets_the_best_level_that_it_has_whole() -> None:
-    assert best_level(V4.needs | {"sse2"}) is V4
+    assert best_level(AMX.needs | {"sse2"}) is AMX
+    assert best_level(AMX.needs - {"amx_int8"}) is V4
     assert best_level(V4.needs - {"avx512_vnni"}) is V3
     assert best_level(V3.needs - {"fma"}) is V2
     assert best_level(V3.needs - {"sse4_2"}) is PLAIN
@@ -110,6 +123,24 @@ def test_features_are_read_as_linux_writes_them(tmp_path: Path) -> None:
     cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu avx2 fma\nprocessor\t: 1\nflags\t\t: fpu\n")
     assert cpu_levels.features(cpuinfo) == {"fpu", "avx2", "fma"}
     assert cpu_levels.features(tmp_path / "nothing") == frozenset()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_system_that_lists_amx_and_refuses_it_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    if cpu_levels.architecture() != "x86_64":
+        pytest.skip("the features of x86-64 were not read: this CPU has others")
+    monkeypatch.setattr(cpu_levels, "amx_allowed", lambda: allowed)
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"flags\t\t: {' '.join(AMX.needs)}\n")
+    assert best_level(cpu_levels.features(cpuinfo)) is (AMX if allowed else V4)
+
+
+def test_a_cpu_without_amx_does_not_grant_it() -> None:
+    if "amx_tile" in cpu_levels.features():
+        pytest.skip("no refusal was seen: this CPU grants its tile registers")
+    assert not cpu_levels.amx_allowed()
 
 
 @pytest.mark.parametrize("name", ["v5", "native"])

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator
+from itertools import product as product_of
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ostinato import build
 from ostinato.backends.native import tiles as tiles_module
-from ostinato.backends.native.cpu_levels import COMMON_FLAGS, architecture, levels_of
+from ostinato.backends.native.cpu_levels import COMMON_FLAGS, V4, architecture, features, levels_of
 from ostinato.backends.native.library import chosen_level, source
 from ostinato.backends.native.tiles import (
     TILE_TYPES,
@@ -38,7 +39,7 @@ def product(x: Tensor, tiles: TileMatrix) -> Tensor:
 
 
 QUANTISED = tuple(type for type in TILE_TYPES if BLOCKS[type].elements > 1)
-LEVELS = [level.name for level in levels_of(architecture())[:3]]  # the best, and two with other bodies
+LEVELS = [level.name for level in levels_of(architecture())[:4]]  # the best, and three with other bodies
 # Where a block's float16 numbers are: these must be sane, all other bytes may be anything.
 HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2]}
 
@@ -176,6 +177,22 @@ def test_every_level_of_cpu_gives_the_same_bits(level: str, monkeypatch: pytest.
             assert torch.equal(product(x[:n], tiles), by_wide[:n]), type
             assert torch.equal(product(x[:n], narrow), by_int8[:n]), type
         assert torch.equal(dense_of(tiles, torch.float32), values_of(type, raw))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not V4.needs <= features(), reason="the tile unit was not emulated: this CPU has no AVX-512 VNNI")
+def test_products_on_the_tile_unit_have_the_bits_of_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OSTINATO_CPU_LEVEL", "v4")
+    cases = []
+    for type, wide in product_of(QUANTISED, (True, False)):
+        raw, x = blocks(type, 50, columns(type, 3)), noise(70, columns(type, 3))
+        x[3, 7], x[4] = 1e4, 0.0
+        cases.append((type, wide, raw, x, product(x, pack_tiles(type, raw, wide=wide))))
+    monkeypatch.setenv("OSTINATO_CPU_FLAGS", "-DOSTINATO_AMX -DAMX_EMULATED")
+    for type, wide, raw, x, by_avx512 in cases:
+        tiles = pack_tiles(type, raw, wide=wide)
+        for n in (1, 7, 8, 9, 15, 16, 17, 24, 31, 70):
+            assert torch.equal(product(x[:n], tiles), by_avx512[:n]), (type, wide, n)
 
 
 @pytest.mark.parametrize("type", QUANTISED)

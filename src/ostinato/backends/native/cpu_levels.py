@@ -10,6 +10,7 @@ import ctypes
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Final
@@ -63,7 +64,11 @@ _V3: Final = _V2 | frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm
 _V4: Final = _V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"])
 _DOTPROD: Final = frozenset(["atomics", "asimddp"])
 
+_AMX: Final = frozenset(["amx_tile", "amx_int8"])
+
 V4: Final = Level("v4", X86_64, _V4, ("-march=x86-64-v4", "-mavx512vnni"), "x86_64_v4+avx512vnni", "AVX-512 with VNNI")
+# The compiler need not know these instructions: they are written as assembly (`products_amx.h`).
+AMX: Final = Level("amx", X86_64, _V4 | _AMX, (*V4.march, "-DOSTINATO_AMX"), V4.zig_cpu, "AVX-512 with VNNI and AMX")
 V3: Final = Level("v3", X86_64, _V3, ("-march=x86-64-v3",), "x86_64_v3", "AVX2")
 V2: Final = Level("v2", X86_64, _V2, ("-march=x86-64-v2",), "x86_64_v2", "SSE4.2")
 I8MM: Final = Level(
@@ -79,13 +84,18 @@ DOTPROD: Final = Level(
 )
 NEON: Final = Level("neon", AARCH64, frozenset(), ("-march=armv8-a",), "generic", "NEON")
 PLAIN: Final = Level("plain", "any", frozenset(), ("-DOSTINATO_PLAIN",), "baseline", "plain C++")
-LEVELS: Final = {level.name: level for level in (V4, V3, V2, I8MM, DOTPROD, NEON, PLAIN)}  # the best first
+LEVELS: Final = {level.name: level for level in (AMX, V4, V3, V2, I8MM, DOTPROD, NEON, PLAIN)}  # the best first
 # What a wheel carries. No `plain` object: CPUs below v2 are too rare for its size; there the loop is compiled at first
 # use.
-IN_WHEELS: Final = {X86_64: (V4, V3, V2), AARCH64: (I8MM, DOTPROD, NEON)}
+IN_WHEELS: Final = {X86_64: (AMX, V4, V3, V2), AARCH64: (I8MM, DOTPROD, NEON)}
 
 # Features of AArch64 by their bits in the auxiliary vector's words 16 and 26 (AT_HWCAP and AT_HWCAP2).
 _ARM_BITS: Final = {"atomics": (16, 8), "asimddp": (16, 20), "i8mm": (26, 13)}
+
+# How x86-64 Linux is asked for the tile registers: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+_ARCH_PRCTL: Final = 158
+_REQUEST_PERMISSION: Final = 0x1023
+_TILE_DATA: Final = 18
 
 
 def architecture() -> str:
@@ -95,16 +105,34 @@ def architecture() -> str:
 
 
 def features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """The features of this CPU by the names that Linux has for them; empty on other systems."""
-    if architecture() == AARCH64:
-        return _arm_features()
+    """The features of this CPU that a process may use, by the names that Linux has for them; empty on other systems."""
+    return _arm_features() if architecture() == AARCH64 else _x86_features(cpuinfo)
+
+
+@cache  # it is asked for every matrix that is loaded
+def _x86_features(cpuinfo: Path) -> frozenset[str]:
+    found = frozenset[str]()
     try:
-        for line in cpuinfo.read_text("utf-8", "replace").splitlines():
-            if line.startswith("flags"):
-                return frozenset(line.partition(":")[2].split())
+        lines = cpuinfo.read_text("utf-8", "replace").splitlines()
+        found = next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), found)
     except OSError:
         pass
-    return frozenset()
+    return found if not found & _AMX or amx_allowed() else found - _AMX
+
+
+def amx_allowed() -> bool:
+    """Ask the system for the tile registers, for all threads of this process; False where it refuses.
+
+    Linux saves 8 kB more for a thread that uses them, so a process must ask first (since 5.16). A virtual machine may
+    list the feature and refuse it.
+    """
+    try:
+        syscall = ctypes.CDLL(None).syscall
+    except (OSError, AttributeError):
+        return False
+    syscall.restype = ctypes.c_long
+    arguments = (_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA)
+    return bool(syscall(*map(ctypes.c_long, arguments)) == 0)
 
 
 def _arm_features() -> frozenset[str]:

@@ -61,9 +61,9 @@ def cpu_library(talk: Talk | None = None, *, level: Level | None = None) -> ctyp
     """The object for this CPU, opened; the same each time. `talk` gets a message if it must be compiled first. `level`:
     another one than this CPU's best.
 
-    OSTINATO_CPU_LEVEL forces a level: v4, v3 or v2, i8mm, dotprod or neon, or plain. OSTINATO_CPU_FLAGS adds flags of
-    the compiler, and then the wheel's objects are left aside. Raises HardwareCannot with the reason where there is no
-    object to be had.
+    OSTINATO_CPU_LEVEL forces a level: amx, v4, v3 or v2, i8mm, dotprod or neon, or plain. OSTINATO_CPU_FLAGS adds
+    flags of the compiler, and then the wheel's objects are left aside. Raises HardwareCannot with the reason where
+    there is no object to be had.
     """
     level, extra = level or chosen_level(), _extra_flags()
     key = level.name, " ".join(extra)

@@ -2,6 +2,8 @@
 // it is half of the code, and is compiled in parallel with the other half.
 #include "tiles.h"
 
+#include <optional>
+
 // --- the machine: what a register holds of a tile, and integer products ---
 //
 // A part is what one register holds of the 16 rows: all of them, half with AVX2, four with NEON. `dots<TOP, N, G>` adds
@@ -30,7 +32,12 @@ static inline void store_part(float* p, Part x, int, int n) {
 
 #if LANES_AVX512
 
-constexpr int PARTS = 1, MANY_ROWS = 8, MANY_FLOAT_ROWS = 4, ROWS_ABREAST = 4;
+#if OSTINATO_AMX
+constexpr int MANY_ROWS = 16;
+#else
+constexpr int MANY_ROWS = 8;
+#endif
+constexpr int PARTS = 1, MANY_FLOAT_ROWS = 4, ROWS_ABREAST = 4;
 constexpr bool CORRECTED = true, SHORT_SUMS = true, TWO_ROWS = true;
 struct PartBytes { __m512i v; };
 
@@ -313,16 +320,51 @@ static inline void products(PartInts* out, const PartBytes* v, const signed char
     }
 }
 
+// What a block of 16 rows, or a part of them, is multiplied by.
+struct BlockScales {
+    Part scale, second;  // second: of the last 16 columns (Q6_K), or the minimum
+};
 
-// N parts of a tile, from part `part` on, times M rows of a quantised matrix's activations, from row `row` on. The body
-// of Q4_1 serves Q4_K, and that of Q5_1 serves Q5_K: their blocks are alike, and only scales and minima are stored
-// differently.
+// `type` is the matrix's own: the body of Q4_1 serves Q4_K, and that of Q5_1 serves Q5_K, since their blocks are alike,
+// and only scales and minima are stored differently.
+template <int TYPE>
+static inline BlockScales block_scales(const unsigned char* scales, int type, int block, int part) {
+    BlockScales out;
+    const int k = block % SUPER;
+    if constexpr (TYPE == TILE_Q6_K) {
+        const unsigned char* here = scales + block / SUPER * scale_bytes(TILE_Q6_K);
+        Part all = part_f16(here, part);
+        out.scale = mul(all, part_int8(here + 32 + 32 * k, part));
+        out.second = mul(all, part_int8(here + 32 + 32 * k + 16, part));
+    } else if (has_minimum(TYPE) && is_k(type)) {  // the file's minima are subtracted
+        const unsigned char* here = scales + block / SUPER * scale_bytes(TILE_Q4_K);
+        Part all = part_f16(here, part), minimum = mul(part_f16(here + 32, part), part_of(-1.0f));
+        out.scale = mul(all, part_uint8(here + 64 + 16 * k, part));
+        out.second = mul(minimum, part_uint8(here + 192 + 16 * k, part));
+    } else {
+        const unsigned char* here = scales + block * scale_bytes(TYPE);
+        out.scale = part_f16(here, part);
+        if constexpr (has_minimum(TYPE)) out.second = part_f16(here + 32, part);
+    }
+    return out;
+}
+
+// A block's integer sums, `last` of its last 16 columns (Q6_K), added to a row's total with the roundings of tiles.h.
+// `step`: the row's step of this block; the step times the sum of n.
+template <int TYPE>
+static inline void add_block(Part& to, PartInts whole, PartInts last, const BlockScales& of, const float* step) {
+    const Part by = part_of(step[0]);
+    to = fma(mul(to_float(whole), of.scale), by, to);
+    if constexpr (TYPE == TILE_Q6_K) to = fma(mul(to_float(last), of.second), by, to);
+    if constexpr (has_minimum(TYPE)) to = fma(of.second, part_of(step[1]), to);
+}
+
+// N parts of a tile, from part `part` on, times M rows of a quantised matrix's activations, from row `row` on.
 template <int TYPE, bool WIDE, int M, int N>
 ONE_BODY static void quantised_tile(const Matrix& w, const Inputs& in, int tile, int part, int row, float* out,
                                     long stride) {
     size_t bytes[3];
     tile_bytes(w.type, w.cols, bytes);
-    const bool of_k = is_k(w.type);
     const unsigned char* quants = w.quants + tile * bytes[0];
     const unsigned char* scales = w.scales + tile * bytes[1];
     const unsigned char* more = w.more + tile * bytes[2];
@@ -341,23 +383,7 @@ ONE_BODY static void quantised_tile(const Matrix& w, const Inputs& in, int tile,
         for (int p = 0; p < N; p++) {
             PartBytes v[8];
             unpack<TYPE>(v, quants, more, part + p);
-            Part scale, second;  // of the last 16 columns (Q6_K), or the minimum
-            const int k = b % SUPER;
-            if constexpr (TYPE == TILE_Q6_K) {
-                const unsigned char* here = scales + b / SUPER * scale_bytes(TILE_Q6_K);
-                Part all = part_f16(here, part + p);
-                scale = mul(all, part_int8(here + 32 + 32 * k, part + p));
-                second = mul(all, part_int8(here + 32 + 32 * k + 16, part + p));
-            } else if (has_minimum(TYPE) && of_k) {  // the file's minima are subtracted
-                const unsigned char* here = scales + b / SUPER * scale_bytes(TILE_Q4_K);
-                Part all = part_f16(here, part + p), minimum = mul(part_f16(here + 32, part + p), part_of(-1.0f));
-                scale = mul(all, part_uint8(here + 64 + 16 * k, part + p));
-                second = mul(minimum, part_uint8(here + 192 + 16 * k, part + p));
-            } else {
-                const unsigned char* here = scales + b * scale_bytes(TYPE);
-                scale = part_f16(here, part + p);
-                if constexpr (has_minimum(TYPE)) second = part_f16(here + 32, part + p);
-            }
+            const BlockScales by = block_scales<TYPE>(scales, w.type, b, part + p);
 #pragma GCC unroll 8
             for (int t = 0; t < M; t += abreast) {
                 const signed char* x = planes + t * in.plane_stride + b * (WIDE ? 2 : 1) * BLOCK;
@@ -371,13 +397,8 @@ ONE_BODY static void quantised_tile(const Matrix& w, const Inputs& in, int tile,
                     products<TYPE, WIDE, 8, abreast>(whole, v, x, in.plane_stride, minus, minus_stride);
                 }
 #pragma GCC unroll 4
-                for (int g = 0; g < abreast; g++) {
-                    Part& to = total[p][t + g];
-                    const Part by = part_of(step[g * step_stride]), sum = part_of(step[g * step_stride + 1]);
-                    to = fma(mul(to_float(whole[g]), scale), by, to);
-                    if constexpr (TYPE == TILE_Q6_K) to = fma(mul(to_float(last[g]), second), by, to);
-                    if constexpr (has_minimum(TYPE)) to = fma(second, sum, to);
-                }
+                for (int g = 0; g < abreast; g++)
+                    add_block<TYPE>(total[p][t + g], whole[g], last[g], by, step + g * step_stride);
             }
         }
         quants += quant_bytes(TYPE);
@@ -387,7 +408,11 @@ ONE_BODY static void quantised_tile(const Matrix& w, const Inputs& in, int tile,
         for (int p = 0; p < N; p++) store_part(out + t * stride, total[p][t], part + p, w.rows - tile * LANES);
 }
 
-// The same for a float matrix: four sums, of every fourth column each, since one would be bound by latency.
+#if LANES_AVX512 && OSTINATO_AMX
+#include "products_amx.h"
+#endif
+
+// `quantised_tile` for a float matrix: four sums, of every fourth column each, since one would be bound by latency.
 template <int TYPE, int M, int N>
 ONE_BODY static void float_tile(const Matrix& w, const Inputs& in, int tile, int part, int row, float* out,
                                 long stride) {
@@ -426,6 +451,9 @@ ONE_BODY static void float_tile(const Matrix& w, const Inputs& in, int tile, int
 template <int TYPE, bool WIDE, int M>
 static inline void whole_tile(const Matrix& w, const Inputs& in, int tile, int row, float* out, long stride) {
     float* to = out + row * stride + long(tile) * LANES;
+#if LANES_AVX512 && OSTINATO_AMX
+    if constexpr (M >= FEW_UNIT_ROWS && !is_float(TYPE)) return unit_tile<TYPE, WIDE, M>(w, in, tile, row, to, stride);
+#endif
     constexpr int at_once = M == 1 ? PARTS : 1;
     for (int part = 0; part < PARTS; part += at_once) {
         if constexpr (is_float(TYPE))
@@ -446,6 +474,10 @@ ONE_BODY static void multiply_as(const Matrix& w, const Inputs& in, int n_rows, 
     const long row_bytes = is_float(TYPE) ? in.value_stride * 4 : in.plane_stride;
     const long all_bytes = long(bytes[0] + bytes[1] + bytes[2]);
     const int rows_near = int((384 << 10) / row_bytes / many + 1) * many;
+#if LANES_AVX512 && OSTINATO_AMX
+    std::optional<UnitForType> unit;  // loading the shapes is worth it where there are rows for the unit
+    if (!is_float(TYPE) && n_rows >= FEW_UNIT_ROWS) unit.emplace(TYPE);
+#endif
     const int tiles_near = n_rows <= many ? tile_last - tile_first : int((256 << 10) / all_bytes + 1);
     for (int from = 0; from < n_rows; from += rows_near) {
         const int to = n_rows - from < rows_near ? n_rows : from + rows_near;
@@ -459,6 +491,8 @@ ONE_BODY static void multiply_as(const Matrix& w, const Inputs& in, int n_rows, 
                         whole_tile<TYPE, WIDE, many>(w, in, tile, row, out, stride);
                         continue;
                     }
+                    if constexpr (many > 8)
+                        for (; row + 8 <= row1; row += 8) whole_tile<TYPE, WIDE, 8>(w, in, tile, row, out, stride);
                     if constexpr (many > 4)
                         for (; row + 4 <= row1; row += 4) whole_tile<TYPE, WIDE, 4>(w, in, tile, row, out, stride);
                     if constexpr (TWO_ROWS && n_bits(TYPE) != 5)  // 5 bits are rare: one body less to compile
