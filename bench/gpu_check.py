@@ -1,11 +1,12 @@
 """Is the decode loop right, fast and sturdy on a GPU? For machines with one; CI has none.
 
-    python -m bench.gpu_check --part exact|speed|stress|tape [--only NAME] [--model FILE] [--seconds 290] [--out FOLDER]
+    python -m bench.gpu_check --part exact|speed|stress|tape [--only NAME] [--model FILE] [--seconds 580] [--out FOLDER]
 
 `exact`: the modes give the same bits, in every family and weight type, and 1,000 random trials show that a request's
 bits do not depend on its neighbours. `speed`: decode, prefill, first token and graph memory beside their bars.
-`stress`: no host work per token, nothing allocated, a stopped process, busy cores, a fault, engines by the hundred.
-`tape`: the same questions about the persistent kernel (`bench/gpu_tape.py`), and prompts that read its tape
+`stress`: no host work per token, nothing allocated, a stopped process, busy cores, a fault, engines by the hundred; a
+check for `loop` and one for `persistent` each (`--only calls-persistent`).
+`tape`: exactness and speed of the persistent kernel (`bench/gpu_tape.py`), and prompts that read its tape
 (`bench/gpu_prompts.py`). Where there is a model's file, its weights are taken for what random ones tell little of;
 without it a shape's are, or the check is skipped.
 Checks of single lessons (E, docs/rules.md) are in the part nearest to them (`bench/gpu_executor.py`).
@@ -34,7 +35,7 @@ from bench.gpu_frame import ROOT, Check, Outcome, Setting, run_checks, serve_chi
 from bench.note import as_json, commit, cpu_name, versions
 
 PARTS: Final = ("exact", "speed", "stress", "tape")
-SECONDS: Final = 290.0
+SECONDS: Final = 580.0
 QUESTIONS: Final = {
     "exact": "does the decode loop give the same bits on a GPU, whatever the mode and the company?",
     "speed": "how fast is the decode loop on a GPU, beside its bars, llama.cpp and the memory's limit?",

@@ -46,8 +46,29 @@ def test_the_script_runs_a_check_in_a_child_and_ends_with_a_summary() -> None:
 @pytest.mark.slow
 def test_an_unknown_check_is_refused_with_the_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--device", "cpu", "--part", "stress", "--only", "speed"])
-    with pytest.raises(SystemExit, match="known: calls, host-time"):
+    with pytest.raises(SystemExit, match="known: allocations, calls-loop"):
         gpu_check.main()
+
+
+def test_every_proof_of_no_host_work_runs_for_both_modes_that_pace_themselves() -> None:
+    names = {check.name for check in gpu_stress.CHECKS}
+    proofs = ("calls", "host-time", "stopped", "busy-cores", "fault", "engines")
+    assert names == {"allocations"} | {f"{proof}-{mode}" for proof in proofs for mode in ("loop", "persistent")}
+    for check in gpu_stress.CHECKS:
+        jobs, mode = check.jobs(setting()), check.name.rpartition("-")[2]
+        assert {job.words.get("mode", mode) for job in jobs} == {mode}
+        if mode == "persistent":
+            assert check.jobs(setting(device="cpu")) == []
+            assert [outcome.verdict for outcome in check.judge(setting(device="cpu"), [])] == ["SKIP"]
+
+
+@pytest.mark.slow
+def test_a_fault_in_a_running_loop_is_injected_and_told_without_a_gpu() -> None:
+    """E-2."""
+    job = gpu_stress._fault_jobs(setting(device="cpu"), "loop")[0]
+    found = gpu_frame.run_child(setting(device="cpu"), job)
+    (outcome,) = gpu_stress.judge_fault(setting(), [found], "fault-loop")
+    assert (outcome.verdict, outcome.name) == ("PASS", "fault-loop-drift"), outcome.value
 
 
 # The frame
@@ -196,7 +217,7 @@ def test_calls_that_grow_with_the_tokens_fail_and_questions_by_time_do_not() -> 
             "by_hand": {"100": one, "2000": {**one, "cudaGraphLaunch": by_hand}},
             "engine": {"100": one, "2000": {"cudaGraphLaunch": launches, "cudaEventQuery": 90, "cudaGetLastError": 80}},
         }
-        return [outcome.verdict for outcome in gpu_stress.judge_calls(setting(), [ended("calls", record)])]
+        return [outcome.verdict for outcome in gpu_stress.judge_calls(setting(), [ended("calls", record)], "calls")]
 
     assert judged(1, 1) == ["PASS", "PASS"]
     assert judged(2000, 2000) == ["FAIL", "FAIL"]
@@ -212,7 +233,8 @@ def test_a_request_without_an_error_and_an_engine_that_asks_for_no_restart_fail_
         "closed_s": 0.1,
         "complaints": [],
     }
-    found = gpu_stress.judge_fault(setting(), [ended("fault", record, how="step")])[0]
+    found = gpu_stress.judge_fault(setting(), [ended("fault", record, how="step")], "fault-loop")[0]
+    assert found.name == "fault-loop-step"
     assert found.verdict == "FAIL"
     assert "request 1" in found.value
     assert "must restart" in found.value
@@ -223,7 +245,7 @@ def test_busy_cores_that_unsettle_a_steady_device_fail_and_an_unsteady_device_mi
     def judged(idle: float, busy: float) -> str:
         gaps = {"median_us": 100.0, "longest_us": 500.0}
         record = {"what": "busy", "idle": {**gaps, "p99_us": idle}, "busy": [{**gaps, "p99_us": busy}], "n_busy": 16}
-        return gpu_stress.judge_busy(setting(), [ended("busy", record)])[0].verdict
+        return gpu_stress.judge_busy(setting(), [ended("busy", record)], "busy-cores")[0].verdict
 
     assert judged(101, 104) == "PASS"
     assert judged(101, 120) == "FAIL"
@@ -234,11 +256,17 @@ def test_handles_that_engines_leave_behind_fail_the_check() -> None:
     def judged(handles: int) -> str:
         held = [{"n": n, "handles": 10, "threads": 4, "rss": 1 << 30} for n in (20, 40, 60)]
         held[-1]["handles"] = handles
-        record = {"what": "engines", "n": 60, "s": 30.0, "held": held}
-        return gpu_stress.judge_engines(setting(), [ended("engines", record)])[0].verdict
+        record = {"what": "engines", "n": 60, "wanted": 60, "s": 30.0, "held": held}
+        return gpu_stress.judge_engines(setting(), [ended("engines", record)], "engines")[0].verdict
 
     assert judged(10) == "PASS"
     assert judged(11) == "FAIL"
+
+
+def test_fewer_engines_than_wanted_are_a_miss() -> None:
+    held = [{"n": n, "handles": 10} for n in (20, 40, 60)]
+    record = {"what": "engines", "n": 60, "wanted": 1_000, "s": 60.0, "held": held}
+    assert gpu_stress.judge_engines(setting(), [ended("engines", record)], "engines")[0].verdict == "MISS"
 
 
 def test_streams_that_are_made_anew_for_every_engine_fail_the_check() -> None:
@@ -246,8 +274,8 @@ def test_streams_that_are_made_anew_for_every_engine_fail_the_check() -> None:
 
     def judged(*streams: int) -> str:
         held = [{"n": n, "streams": made, "events": 4, "rss": 1 << 30} for n, made in enumerate(streams)]
-        record = {"what": "engines", "n": 60, "s": 30.0, "held": held}
-        return gpu_stress.judge_engines(setting(), [ended("engines", record)])[0].verdict
+        record = {"what": "engines", "n": 60, "wanted": 60, "s": 30.0, "held": held}
+        return gpu_stress.judge_engines(setting(), [ended("engines", record)], "engines")[0].verdict
 
     assert judged(2, 2, 2) == "PASS"
     assert judged(2, 2, 4) == "FAIL"

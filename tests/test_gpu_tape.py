@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 import random
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import gpu_check, gpu_tape, gpu_yield
+from bench import gpu_check, gpu_stress, gpu_tape, gpu_yield
+from bench.gpu_calls import counters
 from bench.gpu_frame import Ended, Job, Outcome, Record, Setting
 from bench.gpu_text import apart, digest, divergences, heard, own_text, perplexity
 from ostinato.backends.machine import Machine
@@ -23,7 +26,7 @@ from ostinato.backends.torch.backend import TWIN
 from ostinato.engine.choose import settle_model
 from ostinato.engine.engine import Engine
 from ostinato.errors import InternalError
-from tests.backends.tape.loop import tape_driver, widened
+from tests.backends.tape.loop import CONTEXT, N_PAGES, OUTBOX, EmulatedLoop, tape_driver, widened
 from tests.backends.tape.models import shape_of, small
 from tests.engine.rig import open_loop
 from tests.models.plain_memory import logits as forward
@@ -209,6 +212,64 @@ def test_a_model_is_measured_and_made_to_wait(monkeypatch: pytest.MonkeyPatch) -
     (found,) = gpu_yield.tape_yield("cpu", name="tiny", type="f32", n_slots=2, context=8192)
     assert [prompt["n"] for prompt in found["prompts"]] == [8, 30]
     assert len(gpu_yield.judge_yield(setting(), ended(found))) == 3
+
+
+# The proofs of part `stress`, over the kernel in the emulator
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models and engines of the proofs are a small model in the emulator, whose waits are short."""
+    model = small(shape_of())
+
+    def runner(*given: Any, **more: Any) -> EmulatedLoop:
+        return EmulatedLoop(*given, **more, deadline_ns=200_000_000)
+
+    def engine(_: object, type: str, *, mode: str, n_slots: int = 4, **more: Any) -> Engine:
+        assert mode == "persistent"
+        at = settle_model(model, TWIN, context=CONTEXT, n_pages=N_PAGES, n_slots=n_slots, kv_type="f32")
+        return Engine(model, at, outbox_entries=OUTBOX)
+
+    monkeypatch.setattr("ostinato.engine.engine.open_runner", runner)
+    monkeypatch.setattr(gpu_stress, "model_on", lambda *_: model)
+    monkeypatch.setattr(gpu_stress, "_engine", engine)
+    monkeypatch.setattr(gpu_stress, "_by_hand", lambda *_, mode, context: tape_driver(model))
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # which the fault's child replaces
+
+
+WORDS: dict[str, Any] = {"mode": "persistent", "name": "small", "type": "bf16"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("how", ["stuck", "drift"])
+def test_a_fault_of_the_persistent_kernel_ends_every_request_with_one_error(how: str) -> None:
+    """E-2."""
+    (found,) = gpu_stress.fault("cpu", how=how, **WORDS, n_tokens=200, context=CONTEXT)
+    (outcome,) = gpu_stress.judge_fault(setting(), ended(found, how=how), "fault-persistent")
+    assert (outcome.verdict, outcome.name) == ("PASS", f"fault-persistent-{how}"), outcome.value
+    assert f"({'epoch' if how == 'drift' else how})" in found["said"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
+def test_the_persistent_kernel_is_launched_once_for_any_number_of_tokens() -> None:
+    """E-54."""
+    counter = len(counters())  # the loop's own count
+    (found,) = gpu_stress.calls("cpu", counter=counter, **WORDS, few=3, many=12)
+    assert found["by_hand"] == {"3": {"launches": 1}, "12": {"launches": 1}}
+    (outcome,) = gpu_stress.judge_calls(setting(), ended(found), "calls-persistent")
+    assert (outcome.verdict, outcome.name) == ("PASS", "calls-persistent")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
+def test_engines_of_the_persistent_kernel_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E-3."""
+    monkeypatch.setattr(gpu_stress, "WARM_ENGINES", 2)
+    (found,) = gpu_stress.engines("cpu", **WORDS, n=4, seconds=60.0)
+    (outcome,) = gpu_stress.judge_engines(setting(), ended(found), "engines-persistent")
+    assert (found["n"], outcome.verdict) == (4, "PASS"), outcome.value
 
 
 # Judging
