@@ -595,7 +595,7 @@ def injection(engine: Engine, how: str) -> Callable[[], object]:
         place = plan.buffer("caches").tensor
         values = torch.full_like(place, WILD_ADDRESS, device="cpu")
     else:
-        place = tables.table["pages"]
+        place = torch.as_tensor(tables.table["pages"])
         values = torch.full_like(place, WILD_PAGE, device="cpu")
     source = values.pin_memory() if place.is_cuda else values
     # A copy from pinned memory needs no multiprocessor, so it arrives while a kernel fills the card.

@@ -253,6 +253,25 @@ def test_a_fault_of_the_persistent_kernel_ends_every_request_with_one_error(how:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
+def test_a_fault_is_put_where_a_step_takes_its_addresses_from_and_not_before_it_is_asked_for() -> None:
+    with gpu_stress._engine(small(shape_of()), "bf16", mode="persistent") as engine:  # nothing runs in it
+        caches = engine.runner.plan.buffer("caches").tensor
+        before = caches.clone()
+        inject = gpu_stress.injection(engine, "step")
+        assert torch.equal(caches, before)
+        inject()
+        assert (caches == gpu_stress.WILD_ADDRESS).all()
+
+
+def test_a_fault_of_the_other_modes_is_put_into_the_page_table() -> None:
+    model = random_model("kv")
+    with Engine(model, settle_model(model, "eager", context=256, n_pages=8, n_slots=2)) as engine:
+        gpu_stress.injection(engine, "step")()
+        assert (torch.as_tensor(engine.runner.tables.table["pages"]) == gpu_stress.WILD_PAGE).all()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulated")
 def test_the_persistent_kernel_is_launched_once_for_any_number_of_tokens() -> None:
     """E-54."""
     counter = len(counters())  # the loop's own count
