@@ -94,7 +94,10 @@ class DecodeMode:
             if found != Fault.NONE:
                 self.die(f"the loop found a fault ({Fault(found).name.lower()}); {MUST_RESTART}")  # I-10
             elif failure is not None:
-                self.die(f"the step failed: {failure}; {MUST_RESTART}")
+                first, *_advice = str(failure).splitlines() or [
+                    type(failure).__name__
+                ]  # torch adds lines for its developers
+                self.die(f"the step failed: {first}; {MUST_RESTART}")
         return self._dead
 
     def die(self, why: str) -> None:

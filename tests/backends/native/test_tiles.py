@@ -191,7 +191,7 @@ def test_products_on_the_tile_unit_have_the_bits_of_avx512(monkeypatch: pytest.M
     monkeypatch.setenv("OSTINATO_CPU_FLAGS", "-DOSTINATO_AMX -DAMX_EMULATED")
     for type, wide, raw, x, by_avx512 in cases:
         tiles = pack_tiles(type, raw, wide=wide)
-        for n in (1, 7, 8, 9, 15, 16, 17, 24, 31, 70):
+        for n in (7, 16, 17, 70):
             assert torch.equal(product(x[:n], tiles), by_avx512[:n]), (type, wide, n)
 
 

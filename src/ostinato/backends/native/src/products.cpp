@@ -2,8 +2,6 @@
 // it is half of the code, and is compiled in parallel with the other half.
 #include "tiles.h"
 
-#include <optional>
-
 // --- the machine: what a register holds of a tile, and integer products ---
 //
 // A part is what one register holds of the 16 rows: all of them, half with AVX2, four with NEON. `dots<TOP, N, G>` adds
@@ -32,12 +30,7 @@ static inline void store_part(float* p, Part x, int, int n) {
 
 #if LANES_AVX512
 
-#if OSTINATO_AMX
-constexpr int MANY_ROWS = 16;
-#else
-constexpr int MANY_ROWS = 8;
-#endif
-constexpr int PARTS = 1, MANY_FLOAT_ROWS = 4, ROWS_ABREAST = 4;
+constexpr int PARTS = 1, MANY_ROWS = 8, MANY_FLOAT_ROWS = 4, ROWS_ABREAST = 4;
 constexpr bool CORRECTED = true, SHORT_SUMS = true, TWO_ROWS = true;
 struct PartBytes { __m512i v; };
 
@@ -451,9 +444,6 @@ ONE_BODY static void float_tile(const Matrix& w, const Inputs& in, int tile, int
 template <int TYPE, bool WIDE, int M>
 static inline void whole_tile(const Matrix& w, const Inputs& in, int tile, int row, float* out, long stride) {
     float* to = out + row * stride + long(tile) * LANES;
-#if LANES_AVX512 && OSTINATO_AMX
-    if constexpr (M >= FEW_UNIT_ROWS && !is_float(TYPE)) return unit_tile<TYPE, WIDE, M>(w, in, tile, row, to, stride);
-#endif
     constexpr int at_once = M == 1 ? PARTS : 1;
     for (int part = 0; part < PARTS; part += at_once) {
         if constexpr (is_float(TYPE))
@@ -474,12 +464,14 @@ ONE_BODY static void multiply_as(const Matrix& w, const Inputs& in, int n_rows, 
     const long row_bytes = is_float(TYPE) ? in.value_stride * 4 : in.plane_stride;
     const long all_bytes = long(bytes[0] + bytes[1] + bytes[2]);
     const int rows_near = int((384 << 10) / row_bytes / many + 1) * many;
-#if LANES_AVX512 && OSTINATO_AMX
-    std::optional<UnitForType> unit;  // loading the shapes is worth it where there are rows for the unit
-    if (!is_float(TYPE) && n_rows >= FEW_UNIT_ROWS) unit.emplace(TYPE);
-#endif
     const int tiles_near = n_rows <= many ? tile_last - tile_first : int((256 << 10) / all_bytes + 1);
-    for (int from = 0; from < n_rows; from += rows_near) {
+    int from = 0;
+#if LANES_AVX512 && OSTINATO_AMX
+    // Scales for each 16 columns would halve each product: there AVX-512 is faster.
+    if constexpr (!is_float(TYPE) && TYPE != TILE_Q6_K)
+        from = unit_multiply<TYPE, WIDE>(w, in, n_rows, out, stride, tile_first, tile_last);
+#endif
+    for (; from < n_rows; from += rows_near) {
         const int to = n_rows - from < rows_near ? n_rows : from + rows_near;
         for (int tile0 = tile_first; tile0 < tile_last; tile0 += tiles_near) {
             const int tile1 = tile_last - tile0 < tiles_near ? tile_last : tile0 + tiles_near;
@@ -491,8 +483,6 @@ ONE_BODY static void multiply_as(const Matrix& w, const Inputs& in, int n_rows, 
                         whole_tile<TYPE, WIDE, many>(w, in, tile, row, out, stride);
                         continue;
                     }
-                    if constexpr (many > 8)
-                        for (; row + 8 <= row1; row += 8) whole_tile<TYPE, WIDE, 8>(w, in, tile, row, out, stride);
                     if constexpr (many > 4)
                         for (; row + 4 <= row1; row += 4) whole_tile<TYPE, WIDE, 4>(w, in, tile, row, out, stride);
                     if constexpr (TWO_ROWS && n_bits(TYPE) != 5)  // 5 bits are rare: one body less to compile

@@ -1,21 +1,29 @@
-// Integer products of 8 or 16 rows of activations on the tile unit of Intel's CPUs (AMX), for products.cpp.
+// Integer products of 16 rows of activations on the tile unit of Intel's CPUs (AMX), for products.cpp.
 //
 // An unpacked block of a tile is what the unit takes as its second operand: eight rows of 64 bytes, four columns of 16
-// outputs in each. The first operand is the same block of 8 or 16 rows of activations, loaded from where they lie.
-// Scales change every 32 columns (16 of Q6_K), so an instruction sums that many, and the sums go through memory to the
+// outputs in each. The first operand is the same block of 16 rows of activations, loaded from where they lie.
+// Scales change every 32 columns, so an instruction sums that many, and the sums go through memory to the
 // registers where blocks are added. The integers are exact, and the floats are rounded as in `quantised_tile`: no bit
 // differs from AVX-512's.
 //
-// The next block's products run while this block's sums are added. Bound by the stores of sums and by the additions:
-// the unit itself is idle for more than half of the time, also because it could sum 64 columns at once.
+// A tile's blocks are unpacked once for all rows. The products of a block are issued AHEAD blocks before its sums are
+// added, on registers that take turns: sums that the unit has just stored are slow to load again.
 
-constexpr int UNIT_ROWS = 16, FEW_UNIT_ROWS = 8;
+constexpr int UNIT_ROWS = 16;
+#ifndef AHEAD
+#define AHEAD 2
+#endif
+#ifndef UNIT_BLOCKS
+#define UNIT_BLOCKS 16
+#endif
+#ifndef UNIT_TILES
+#define UNIT_TILES 2
+#endif
 
-// Registers of the unit: sums and activations of 16 rows and of 8, and the block of weights. There is one register for
-// each, so that one configuration serves both numbers of rows.
-constexpr int COARSE_16 = 0, FINE_16 = 1, ROWS_16 = 2, MORE_ROWS_16 = 3, WEIGHTS = 4;
-constexpr int COARSE_8 = 5, FINE_8 = 6, ROWS_8 = 7;
-constexpr int N_UNIT_REGISTERS = 8, UNIT_REGISTER_BYTES = 1024;
+// Registers of the unit, in two sets that take turns: sums of the coarse and of the fine plane, rows of activations, and
+// weights.
+constexpr int COARSE = 0, FINE = 1, ROWS = 2, WEIGHTS = 3, UNIT_SETS = 2, UNIT_SET = 4;
+constexpr int N_UNIT_REGISTERS = UNIT_SETS * UNIT_SET, UNIT_REGISTER_BYTES = 1024;
 
 // What LDTILECFG reads: rows and bytes of a row for each register.
 struct alignas(64) UnitShapes {
@@ -40,7 +48,7 @@ template <int R> static inline void unit_store(void* to, long stride) {
         memcpy(static_cast<char*>(to) + row * stride, unit_registers[R][row], unit_shapes.row_bytes[R]);
 }
 template <int R> static inline void unit_zero() { memset(unit_registers[R], 0, UNIT_REGISTER_BYTES); }
-template <int SUMS, int ROWS, int WEIGHTS> static inline void unit_multiply() {
+template <int SUMS, int ROWS, int WEIGHTS> static inline void unit_dot() {
     for (int row = 0; row < unit_shapes.rows[SUMS]; row++)
         for (int n = 0; n < LANES; n++) {
             int sum;
@@ -64,109 +72,144 @@ template <int R> static inline void unit_store(void* to, long stride) {
 }
 template <int R> static inline void unit_zero() { asm volatile("tilezero %%tmm%c0" : : "i"(R)); }
 // Signed bytes of ROWS times unsigned bytes of WEIGHTS, added to SUMS.
-template <int SUMS, int ROWS, int WEIGHTS> static inline void unit_multiply() {
+template <int SUMS, int ROWS, int WEIGHTS> static inline void unit_dot() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(ROWS), "i"(WEIGHTS));
 }
 
 #endif
 
-// Columns that one instruction sums: those of one scale.
-constexpr int unit_columns(int type) { return type == TILE_Q6_K ? 16 : BLOCK; }
-
-// The shapes of the registers for a type, loaded for as long as a value of this class lives.
-struct UnitForType {
-    explicit UnitForType(int type) {
-        const int columns = unit_columns(type);
+// The unit of this thread, with the shapes of our registers, for as long as a value of this class lives.
+struct Unit {
+    Unit() {
         UnitShapes shapes{};
         shapes.palette = 1;
         for (int i = 0; i < N_UNIT_REGISTERS; i++) {
-            const bool is_rows = i == ROWS_16 || i == MORE_ROWS_16 || i == ROWS_8;
-            shapes.rows[i] = i == WEIGHTS ? columns / 4 : i < WEIGHTS ? UNIT_ROWS : FEW_UNIT_ROWS;
-            shapes.row_bytes[i] = is_rows ? columns : 64;
+            shapes.rows[i] = i % UNIT_SET == WEIGHTS ? BLOCK / 4 : UNIT_ROWS;
+            shapes.row_bytes[i] = i % UNIT_SET == ROWS ? BLOCK : 64;
         }
         configure_unit(shapes);
     }
-    ~UnitForType() { release_unit(); }  // or the system would save the registers at every switch of threads
-    UnitForType(const UnitForType&) = delete;
-    UnitForType& operator=(const UnitForType&) = delete;
+    ~Unit() { release_unit(); }  // or the system would save the registers at every switch of threads
+    Unit(const Unit&) = delete;
+    Unit& operator=(const Unit&) = delete;
 };
 
-// Sums of M rows for one scale of a block: [coarse or fine][row][16 outputs].
-template <int M> struct alignas(64) UnitSums { int of[2][M][LANES]; };
+// Sums of 16 rows for a block: [coarse or fine][row][16 outputs].
+struct alignas(64) UnitSums { int of[2][UNIT_ROWS][LANES]; };
 
-// `x`: the first of M rows of activations, coarse columns; the fine ones are BLOCK bytes further. `weights`: their
+// `x`: the first of 16 rows of activations, coarse columns; the fine ones are BLOCK bytes further. `weights`: the same
 // columns of the block, unpacked.
-template <bool WIDE, int M>
-static inline void unit_products(UnitSums<M>& out, const PartBytes* weights, const signed char* x, long stride) {
-    constexpr int coarse = M == UNIT_ROWS ? COARSE_16 : COARSE_8, fine = M == UNIT_ROWS ? FINE_16 : FINE_8;
-    constexpr int rows = M == UNIT_ROWS ? ROWS_16 : ROWS_8, more_rows = M == UNIT_ROWS ? MORE_ROWS_16 : ROWS_8;
-    unit_load<WEIGHTS>(weights, 64);
-    unit_load<rows>(x, stride);
-    unit_zero<coarse>();
-    unit_multiply<coarse, rows, WEIGHTS>();
+template <bool WIDE, int SET>
+static inline void unit_products(UnitSums& out, const PartBytes* weights, const signed char* x, long stride) {
+    constexpr int first = SET * UNIT_SET;
+    unit_load<first + WEIGHTS>(weights, 64);
+    unit_load<first + ROWS>(x, stride);
+    unit_zero<first + COARSE>();
+    unit_dot<first + COARSE, first + ROWS, first + WEIGHTS>();
     if constexpr (WIDE) {
-        unit_load<more_rows>(x + BLOCK, stride);
-        unit_zero<fine>();
-        unit_multiply<fine, more_rows, WEIGHTS>();
+        unit_load<first + ROWS>(x + BLOCK, stride);
+        unit_zero<first + FINE>();
+        unit_dot<first + FINE, first + ROWS, first + WEIGHTS>();
     }
-    unit_store<coarse>(out.of[0], 64);
-    if constexpr (WIDE) unit_store<fine>(out.of[1], 64);
+    unit_store<first + COARSE>(out.of[0], 64);
+    if constexpr (WIDE) unit_store<first + FINE>(out.of[1], 64);
 }
 
 // What `products` gives for one row: the sums of both planes, without the offset of the quants.
-template <int TYPE, bool WIDE, int M>
-static inline PartInts unit_sum(const UnitSums<M>& sums, int row, int minus) {
+template <int TYPE, bool WIDE> static inline PartInts unit_sum(const UnitSums& sums, int row, int minus) {
     PartInts sum = {_mm512_load_si512(sums.of[0][row])};
     if constexpr (WIDE) sum = add(left<7>(sum), PartInts{_mm512_load_si512(sums.of[1][row])});
     if constexpr (!has_minimum(TYPE)) sum = add(sum, left<offset_bits(TYPE)>(part_ints(minus)));
     return sum;
 }
 
-// `quantised_tile` for M rows, 8 or 16.
-template <int TYPE, bool WIDE, int M>
-ONE_BODY static void unit_tile(const Matrix& w, const Inputs& in, int tile, int row, float* out, long stride) {
-    constexpr int parts = BLOCK / unit_columns(TYPE);
-    const int n_blocks = in.n_blocks, type = w.type;
-    const long plane_stride = in.plane_stride, step_stride = 2L * n_blocks, minus_stride = 3L * n_blocks;
-    size_t bytes[3];
-    tile_bytes(type, w.cols, bytes);
-    const unsigned char* quants = w.quants + tile * bytes[0];
-    const unsigned char* scales = w.scales + tile * bytes[1];
-    const unsigned char* more = w.more + tile * bytes[2];
-    const signed char* x = in.planes + row * plane_stride;
-    const float* steps = in.steps + size_t(row) * n_blocks * 2;
-    const int* minus = in.sums + size_t(row) * n_blocks * 3;
-    UnitSums<M> sums[2][parts];
-    Part total[M];
-#pragma GCC unroll 16
-    for (int t = 0; t < M; t++) total[t] = part_of(0.0f);
+// Some blocks of a tile, unpacked.
+struct alignas(64) UnitWeights {
+    PartBytes quants[UNIT_BLOCKS][8];
+    BlockScales by[UNIT_BLOCKS];
+};
 
+// 16 rows, from `row` on, times blocks [first, last) of a tile; added to what `out` has unless the blocks are the first.
+template <int TYPE, bool WIDE>
+ONE_BODY static void unit_rows(const UnitWeights& weights, const Inputs& in, int row, int first, int last, float* out,
+                               long stride, int n) {
+    const int n_here = last - first;
+    const long plane_stride = in.plane_stride, step_stride = 2L * in.n_blocks, minus_stride = 3L * in.n_blocks;
+    const signed char* x = in.planes + row * plane_stride + size_t(first) * (WIDE ? 2 : 1) * BLOCK;
+    const float* steps = in.steps + size_t(row) * step_stride + 2 * first;
+    const int* minus = in.sums + size_t(row) * minus_stride + 3 * first;
+    UnitSums sums[AHEAD + 1];
+    Part total[UNIT_ROWS];
+#pragma GCC unroll 16
+    for (int t = 0; t < UNIT_ROWS; t++)
+        total[t] = first == 0 ? part_of(0.0f) : n >= LANES ? load(out + t * stride) : load_some(out + t * stride, n);
+
+    int to = 0, from = 0;
     const auto multiply_block = [&](int b) {
-        alignas(64) PartBytes v[8];
-        for (int i = 0; i < quant_bytes(TYPE); i += 64) prefetch(quants + TILES_AHEAD + i);
-        unpack<TYPE>(v, quants, more, 0);
-        for (int i = 0; i < parts; i++)
-            unit_products<WIDE, M>(sums[b % 2][i], v + 4 * i, x + b * (WIDE ? 2 : 1) * BLOCK + 16 * i, plane_stride);
-        quants += quant_bytes(TYPE);
-        more += more_bytes(TYPE);
+        const signed char* const at = x + b * (WIDE ? 2 : 1) * BLOCK;
+        if (b % UNIT_SETS)
+            unit_products<WIDE, 1>(sums[to], weights.quants[b], at, plane_stride);
+        else
+            unit_products<WIDE, 0>(sums[to], weights.quants[b], at, plane_stride);
+        to = to == AHEAD ? 0 : to + 1;
     };
-    multiply_block(0);
-    for (int b = 0; b < n_blocks; b++) {
-        if (b + 1 < n_blocks) multiply_block(b + 1);
-        const BlockScales by = block_scales<TYPE>(scales, type, b, 0);
-        const UnitSums<M>* const here = sums[b % 2];
+    for (int b = 0; b < AHEAD && b < n_here; b++) multiply_block(b);
+    for (int b = 0; b < n_here; b++) {
+        if (b + AHEAD < n_here) multiply_block(b + AHEAD);
+        const BlockScales by = weights.by[b];
+        const UnitSums& here = sums[from];
+        from = from == AHEAD ? 0 : from + 1;
         const float* step = steps + 2 * b;
         const int* less = minus + 3 * b;
 #pragma GCC unroll 16
-        for (int t = 0; t < M; t++, step += step_stride, less += minus_stride) {
-            const int first = unit_columns(TYPE) == BLOCK ? 0 : 1;
-            const PartInts whole = unit_sum<TYPE, WIDE>(here[0], t, less[first]);
-            if constexpr (parts == 1)
-                add_block<TYPE>(total[t], whole, whole, by, step);
-            else
-                add_block<TYPE>(total[t], whole, unit_sum<TYPE, WIDE>(here[1], t, less[2]), by, step);
+        for (int t = 0; t < UNIT_ROWS; t++, step += step_stride, less += minus_stride) {
+            const PartInts whole = unit_sum<TYPE, WIDE>(here, t, *less);
+            add_block<TYPE>(total[t], whole, whole, by, step);
         }
     }
 #pragma GCC unroll 16  // or the totals would lie in memory all along
-    for (int t = 0; t < M; t++) store_part(out + t * stride, total[t], 0, w.rows - tile * LANES);
+    for (int t = 0; t < UNIT_ROWS; t++) store_part(out + t * stride, total[t], 0, n);
+}
+
+// The columns of some blocks of a tile, unpacked.
+template <int TYPE>
+ONE_BODY static void unit_unpack(UnitWeights& to, const Matrix& w, int tile, int first, int last) {
+    size_t bytes[3];
+    tile_bytes(w.type, w.cols, bytes);
+    const unsigned char* quants = w.quants + tile * bytes[0] + size_t(first) * quant_bytes(TYPE);
+    const unsigned char* more = w.more + tile * bytes[2] + size_t(first) * more_bytes(TYPE);
+    for (int b = first; b < last; b++) {
+        for (int i = 0; i < quant_bytes(TYPE); i += 64) prefetch(quants + TILES_AHEAD + i);
+        unpack<TYPE>(to.quants[b - first], quants, more, 0);
+        to.by[b - first] = block_scales<TYPE>(w.scales + tile * bytes[1], w.type, b, 0);
+        quants += quant_bytes(TYPE);
+        more += more_bytes(TYPE);
+    }
+}
+
+// Tiles [tile_first, tile_last) times all whole groups of 16 rows; how many rows that were.
+template <int TYPE, bool WIDE>
+ONE_BODY static int unit_multiply(const Matrix& w, const Inputs& in, int n_rows, float* out, long stride,
+                                  int tile_first, int tile_last) {
+    const int n_done = n_rows / UNIT_ROWS * UNIT_ROWS;
+    if (n_done == 0) return 0;
+    const Unit unit;
+    UnitWeights weights[UNIT_TILES];
+    const int rows_near = int((768 << 10) / in.plane_stride / UNIT_ROWS + 1) * UNIT_ROWS;  // stay in the second cache
+    for (int from = 0; from < n_done; from += rows_near) {
+        const int to = n_done - from < rows_near ? n_done : from + rows_near;
+        for (int tile = tile_first; tile < tile_last; tile += UNIT_TILES) {
+            const int n_tiles = tile_last - tile < UNIT_TILES ? tile_last - tile : UNIT_TILES;
+            for (int first = 0; first < in.n_blocks; first += UNIT_BLOCKS) {
+                const int last = in.n_blocks - first < UNIT_BLOCKS ? in.n_blocks : first + UNIT_BLOCKS;
+                for (int i = 0; i < n_tiles; i++) unit_unpack<TYPE>(weights[i], w, tile + i, first, last);
+                for (int row = from; row < to; row += UNIT_ROWS)
+                    for (int i = 0; i < n_tiles; i++)
+                        unit_rows<TYPE, WIDE>(weights[i], in, row, first, last,
+                                              out + row * stride + long(tile + i) * LANES, stride,
+                                              w.rows - (tile + i) * LANES);
+            }
+        }
+    }
+    return n_done;
 }
