@@ -185,13 +185,14 @@ def test_products_on_the_tile_unit_have_the_bits_of_avx512(monkeypatch: pytest.M
     monkeypatch.setenv("OSTINATO_CPU_LEVEL", "v4")
     cases = []
     for type, wide in product_of(QUANTISED, (True, False)):
-        raw, x = blocks(type, 50, columns(type, 3)), noise(70, columns(type, 3))
+        cols = columns(type, 50 if BLOCKS[type].elements == 32 else 7)  # more than is unpacked at once
+        raw, x = blocks(type, 20, cols), noise(39, cols)
         x[3, 7], x[4] = 1e4, 0.0
         cases.append((type, wide, raw, x, product(x, pack_tiles(type, raw, wide=wide))))
     monkeypatch.setenv("OSTINATO_CPU_FLAGS", "-DOSTINATO_AMX -DAMX_EMULATED")
     for type, wide, raw, x, by_avx512 in cases:
         tiles = pack_tiles(type, raw, wide=wide)
-        for n in (7, 16, 17, 70):
+        for n in (7, 16, 39):
             assert torch.equal(product(x[:n], tiles), by_avx512[:n]), (type, wide, n)
 
 

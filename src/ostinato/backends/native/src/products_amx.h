@@ -7,18 +7,13 @@
 // differs from AVX-512's.
 //
 // A tile's blocks are unpacked once for all rows. The products of a block are issued AHEAD blocks before its sums are
-// added, on registers that take turns: sums that the unit has just stored are slow to load again.
+// added, on registers that take turns: sums that the unit has just stored are slow to load again. A block of 16 rows
+// takes 36 ns (8 bits) and 50 ns (wide) of which the unit alone takes 10 and 21, at 2.6 GHz (docs/lab/amx.md); with
+// AVX-512 alone it takes 58 and 91.
 
 constexpr int UNIT_ROWS = 16;
-#ifndef AHEAD
-#define AHEAD 2
-#endif
-#ifndef UNIT_BLOCKS
-#define UNIT_BLOCKS 16
-#endif
-#ifndef UNIT_TILES
-#define UNIT_TILES 2
-#endif
+constexpr int UNIT_BLOCKS = 48;  // unpacked at once: 24 kB, half of the first cache
+constexpr int AHEAD = 2;
 
 // Registers of the unit, in two sets that take turns: sums of the coarse and of the fine plane, rows of activations, and
 // weights.
@@ -194,22 +189,18 @@ ONE_BODY static int unit_multiply(const Matrix& w, const Inputs& in, int n_rows,
     const int n_done = n_rows / UNIT_ROWS * UNIT_ROWS;
     if (n_done == 0) return 0;
     const Unit unit;
-    UnitWeights weights[UNIT_TILES];
+    UnitWeights weights;
     const int rows_near = int((768 << 10) / in.plane_stride / UNIT_ROWS + 1) * UNIT_ROWS;  // stay in the second cache
     for (int from = 0; from < n_done; from += rows_near) {
         const int to = n_done - from < rows_near ? n_done : from + rows_near;
-        for (int tile = tile_first; tile < tile_last; tile += UNIT_TILES) {
-            const int n_tiles = tile_last - tile < UNIT_TILES ? tile_last - tile : UNIT_TILES;
+        for (int tile = tile_first; tile < tile_last; tile++)
             for (int first = 0; first < in.n_blocks; first += UNIT_BLOCKS) {
                 const int last = in.n_blocks - first < UNIT_BLOCKS ? in.n_blocks : first + UNIT_BLOCKS;
-                for (int i = 0; i < n_tiles; i++) unit_unpack<TYPE>(weights[i], w, tile + i, first, last);
+                unit_unpack<TYPE>(weights, w, tile, first, last);
                 for (int row = from; row < to; row += UNIT_ROWS)
-                    for (int i = 0; i < n_tiles; i++)
-                        unit_rows<TYPE, WIDE>(weights[i], in, row, first, last,
-                                              out + row * stride + long(tile + i) * LANES, stride,
-                                              w.rows - (tile + i) * LANES);
+                    unit_rows<TYPE, WIDE>(weights, in, row, first, last, out + row * stride + long(tile) * LANES,
+                                          stride, w.rows - tile * LANES);
             }
-        }
     }
     return n_done;
 }
