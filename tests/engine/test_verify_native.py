@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ostinato.backends.compare import first_unequal
+from ostinato.backends.compare import first_difference
 from ostinato.backends.native import library
 from ostinato.backends.native.cpu_levels import PLAIN, Level, architecture, levels_of
 from ostinato.engine.choose import choose
@@ -93,15 +93,15 @@ def test_answers_of_other_lengths_are_no_equals(made: Any) -> None:
 def test_the_first_bit_that_differs_between_two_arrays_is_found(kind: Any) -> None:
     one = np.arange(24).reshape(4, 6).astype(kind)
     two = one.copy()
-    assert first_unequal("node", "x", one, two) is None
+    assert first_difference("node", "x", one, two) is None
     two.view(np.uint8).reshape(-1)[13 * one.itemsize] ^= 1
-    found = first_unequal("node", "x", one, two)
+    found = first_difference("node", "x", one, two)
     assert found is not None
     assert (found.place, found.n_elements) == ((2, 1), 1)
-    assert first_unequal("node", "x", one, two[:3]) is not None
+    assert first_difference("node", "x", one, two[:3]) is not None
     same = np.array([1.0, np.nan], np.float32)
     other = same.copy()
     other.view(np.uint32)[1] ^= 1
-    not_a_number = first_unequal("node", "x", same, other)
+    not_a_number = first_difference("node", "x", same, other)
     assert not_a_number is not None
     assert "bits" in not_a_number.found

@@ -34,7 +34,7 @@ class Difference:
         return f"{self.node}: {self.buffer}{at} is {self.found} and should be {self.expected}{when}{more}"
 
 
-def first_unequal(node: str, name: str, expected: NDArray[Any], found: NDArray[Any]) -> Difference | None:
+def first_difference(node: str, name: str, expected: NDArray[Any], found: NDArray[Any]) -> Difference | None:
     """The first element of two arrays, in memory order, whose bits differ."""
     if expected.shape != found.shape or expected.dtype != found.dtype:
         one, two = (Buffer.of("", array).text.strip() for array in (expected, found))
@@ -51,16 +51,16 @@ def first_unequal(node: str, name: str, expected: NDArray[Any], found: NDArray[A
     return Difference(node, name, place, one, two, n_elements=int(differs.sum()))
 
 
-def unequal_weights(model: Any, fresh: Any) -> tuple[int, Difference | None]:
+def compare_weights(model: Any, fresh: Any) -> tuple[int, Difference | None]:
     """Compare every array of a model with another copy, up to the first difference; how many were compared."""
     expected, n = dict(memory_in(fresh, "model")), 0
     for n, (name, array) in enumerate(memory_in(model, "model"), start=1):
-        if (difference := first_unequal("load", name, expected[name], array)) is not None:
+        if (difference := first_difference("load", name, expected[name], array)) is not None:
             return n, difference
     return n, None
 
 
-def array_sums(model: Any) -> dict[str, int]:
+def checksums(model: Any) -> dict[str, int]:
     """A sum over the bits of every array: one flipped bit changes it."""
     return {name: int(_bits(array).sum(dtype=np.uint64)) for name, array in memory_in(model, "model")}
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ostinato.backends.base import PAGE_TOKENS, Settled
-from ostinato.backends.compare import Difference, array_sums, unequal_weights
+from ostinato.backends.compare import Difference, checksums, compare_weights
 from ostinato.backends.native.backend import NativeRunner
 from ostinato.backends.native.library import chosen_level, plainest_library
 from ostinato.engine.checks import N_LOGPROBS, N_SLOTS, Case, Check, Compared, VerifyReport, cases_of, timed, unequal
@@ -43,8 +43,8 @@ class NativeVerifier:
     def verify(self, again: Callable[[], LoadedModel], tell: Callable[[str], None]) -> VerifyReport:
         """Run every check. `again` loads the same model once more from its file."""
         tell("reading the weights once more")
-        checks = [timed("weights", "the file", "bits", lambda: Compared(*unequal_weights(self.model, again())))]
-        before = array_sums(self.model)
+        checks = [timed("weights", "the file", "bits", lambda: Compared(*compare_weights(self.model, again())))]
+        before = checksums(self.model)
         tell("the native loop, several times")
         entries = self.entries()
         checks += [self._same(against, entries, run) for against, run in self._others()]
@@ -96,7 +96,7 @@ class NativeVerifier:
         return cases_of(self.model.shape, self.n_tokens, PAGE_TOKENS["cpu"])
 
     def _unchanged(self, before: dict[str, int]) -> Compared:
-        changed = [name for name, now in array_sums(self.model).items() if now != before[name]]
+        changed = [name for name, now in checksums(self.model).items() if now != before[name]]
         wrong = Difference("a step", changed[0], (), "as it was loaded", "changed") if changed else None
         return Compared(len(before), wrong)
 
