@@ -106,6 +106,17 @@ def test_source_headers_options_and_arch_each_make_another_kernel(by_nvrtc: list
     assert len(by_nvrtc) == 5
 
 
+def test_ptx_is_kept_beside_the_binary_and_ends_as_the_driver_needs_it(by_nvrtc: list[str]) -> None:
+    binary = add(arch="sm_80")
+    text = build.cubin(KERNEL, "add.cu", arch="sm_80", headers=HEADERS, defines={"MORE": 1}, as_ptx=True)
+    assert b".target sm_80" in text
+    assert text.endswith(b"\0")
+    assert binary[:4] == b"\x7fELF"
+    forget()
+    assert build.cubin(KERNEL, "add.cu", arch="sm_80", headers=HEADERS, defines={"MORE": 1}, as_ptx=True) == text
+    assert len(by_nvrtc) == 2
+
+
 def test_another_compiler_makes_its_own(by_nvrtc: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     add()
     forget()

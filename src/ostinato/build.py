@@ -69,24 +69,28 @@ def cubin(
     headers: Mapping[str, str] = _NONE,
     defines: Mapping[str, str | int] = _NONE,
     fused: bool = True,
+    as_ptx: bool = False,
 ) -> bytes:
     """CUDA source as a binary for `arch`, such as "sm_90"; `headers` are what it includes, by name. `fused`:
-    the compiler may fuse a product and a sum into one rounding; otherwise only where the source says so.
+    the compiler may fuse a product and a sum into one rounding; otherwise only where the source says so. `as_ptx`: as
+    PTX instead, which the driver loads as it does a binary, and assembles for whatever GPU is there.
 
     Raises InternalError with the compiler's log, the same each time, and HardwareCannot if there is no NVRTC.
     """
     options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{key}={value}" for key, value in defines.items())]
     options += [] if fused else ["--fmad=false"]
-    key = _key("cubin", source, name, headers, options, _nvrtc_version())
+    kind = "ptx" if as_ptx else "cubin"
+    key = _key(kind, source, name, headers, options, _nvrtc_version())
     with _lock:
         if key not in _cubins:
-            kept = _find(key, "cubin")
+            kept = _find(key, kind)
             if kept is not None:
                 _cubins[key] = kept.read_bytes()
             else:
-                _cubins[key] = _once(key, f"{name} for {arch}", lambda: _run_nvrtc(source, name, headers, options))
+                compiled = partial(_run_nvrtc, source, name, headers, options, as_ptx)
+                _cubins[key] = _once(key, f"{name} for {arch}", compiled)
                 with suppress(OSError):  # without a cache the next process only compiles again
-                    _keep(_cubins[key], key, "cubin")
+                    _keep(_cubins[key], key, kind)
         return _cubins[key]
 
 
@@ -263,7 +267,7 @@ def _nvrtc_version() -> str:
     return f"nvrtc {major}.{minor}"
 
 
-def _run_nvrtc(source: str, name: str, headers: Mapping[str, str], options: Sequence[str]) -> bytes:
+def _run_nvrtc(source: str, name: str, headers: Mapping[str, str], options: Sequence[str], as_ptx: bool) -> bytes:
     """Compile, in memory; raises _Refused with the log."""
     from cuda.bindings import nvrtc
 
@@ -276,8 +280,11 @@ def _run_nvrtc(source: str, name: str, headers: Mapping[str, str], options: Sequ
             log = bytearray(_asked(nvrtc.nvrtcGetProgramLogSize(program)))
             _asked(nvrtc.nvrtcGetProgramLog(program, log))
             raise _Refused(log.rstrip(b"\0\n ").decode("utf-8", "replace") or result.name)
-        binary = bytearray(_asked(nvrtc.nvrtcGetCUBINSize(program)))
-        _asked(nvrtc.nvrtcGetCUBIN(program, binary))
+        size_of, get = (
+            (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX) if as_ptx else (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+        )
+        binary = bytearray(_asked(size_of(program)))
+        _asked(get(program, binary))
         return bytes(binary)
     finally:
         nvrtc.nvrtcDestroyProgram(program)

@@ -8,39 +8,105 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Literal
 
 from ostinato.backends.control_groups import memory_left
+from ostinato.errors import HardwareCannot, listing
 
 DeviceKind = Literal["cpu", "cuda"]
 FREE_WHEN_NOT_TOLD: Final = 8 * 2**30
 PROGRAMS_PER_MULTIPROCESSOR: Final = 4  # of a step's attention; their number changes its speed and no bit
-TUNED_SHARED_BYTES: Final = 227 << 10  # what tiles of products may take of a block's shared memory
+Capability = tuple[int, int]
+# What one block may have of shared memory when it asks for more than 48 kB, by compute capability.
+SHARED_BYTES: Final[Mapping[Capability, int]] = MappingProxyType(
+    {
+        (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10,
+        (10, 0): 227 << 10, (10, 3): 227 << 10, (12, 0): 99 << 10, (12, 1): 99 << 10,
+    }
+)  # fmt: skip
+OLDEST: Final = (8, 0)  # whose tensor cores know bfloat16
+WITH_BULK_COPIES: Final = (9, 0)  # from this one on
+REGISTERS: Final = 65_536  # of a block, on all of these
+PRETENDED: Final = "OSTINATO_CHIP"  # the variable that names a chip to be believed in: sm_80, sm_89
 
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """One GPU."""
+    """One GPU by its limits, from which the kernels' tiles, stages and warps follow (`backends/cuda/chip.py`)."""
 
-    capability: tuple[int, int]
+    capability: Capability
     n_multiprocessors: int
     shared_bytes: int  # that one block may have
+    # Of the GPU that runs it, where OSTINATO_CHIP names another one: kernels are made for `capability` and assembled
+    # for this.
+    device_capability: Capability | None = None
 
     @property
     def arch(self) -> str:
-        """What NVRTC compiles for."""
-        return f"sm_{self.capability[0]}{self.capability[1]}"
+        """What kernels are compiled for."""
+        return arch_of(self.capability)
 
     @property
     def exact_arch(self) -> str:
-        """The same with what only this very chip has: a binary for it runs on no later one."""
-        return f"{self.arch}a"
+        """The same with what only this very chip has, since 9.0: a binary for it runs on no later one."""
+        return f"{self.arch}a" if self.capability >= WITH_BULK_COPIES else self.arch
+
+    @property
+    def is_pretended(self) -> bool:
+        """Whether OSTINATO_CHIP named it: the GPU is another one."""
+        return self.device_capability is not None
+
+    @property
+    def has_bulk_copies(self) -> bool:
+        return self.capability >= WITH_BULK_COPIES
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Tensor-core instructions of four warps that read shared memory; newer chips have others in their place."""
+        return self.capability == (9, 0)
 
     @property
     def attention_programs(self) -> int:
         return PROGRAMS_PER_MULTIPROCESSOR * self.n_multiprocessors
+
+
+# Where the tables of tiles were measured: what they say fits there as it stands.
+TUNED: Final = Chip((9, 0), 132, SHARED_BYTES[9, 0])
+
+
+def arch_of(capability: Capability) -> str:
+    """
+    >>> arch_of((12, 0))
+    'sm_120'
+    """
+    return f"sm_{capability[0]}{capability[1]}"
+
+
+def why_too_old(chip: Chip) -> str | None:
+    """Why no kernel of ours can run on a chip; None where they can."""
+    if chip.capability >= OLDEST:
+        return None
+    (major, minor), (since, _) = chip.capability, OLDEST
+    return f"compute capability {major}.{minor} is too old: the kernels need {since}.0 (Ampere) or newer"
+
+
+def pretended(chip: Chip, name: str) -> Chip:
+    """The chip that OSTINATO_CHIP names, with its limits, on the GPU that is there; HardwareCannot where that GPU could
+    not run what is compiled for the other."""
+    known = {arch_of(capability): capability for capability in SHARED_BYTES if capability <= chip.capability}
+    if name not in known:
+        raise HardwareCannot(f"{PRETENDED} is {name!r}; this GPU ({chip.arch}) can run as {listing(name, known)}")
+    shared = SHARED_BYTES[known[name]]
+    if shared > chip.shared_bytes:
+        raise HardwareCannot(
+            f"{PRETENDED} is {name}, whose blocks have {shared} bytes of shared memory, and those of this GPU "
+            f"({chip.arch}) have {chip.shared_bytes}"
+        )
+    return Chip(known[name], chip.n_multiprocessors, shared, chip.capability)
 
 
 @dataclass(frozen=True, slots=True)

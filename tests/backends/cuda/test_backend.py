@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ostinato.backends.cuda.backend import CUDA, WHY_NO_LOOP, why_not_blocks
-from ostinato.backends.machine import Machine
+from ostinato.backends.machine import SHARED_BYTES, Chip, Machine
 from ostinato.extras import install_command
 from ostinato.models.header import tensors_in
 from ostinato.models.shape import ExpertShape
@@ -50,3 +50,12 @@ def test_a_machine_is_told_what_it_lacks() -> None:
     assert CUDA.why_not_here("loop", old) == "the NVIDIA driver knows CUDA 12.3; WHILE nodes need 12.4 or newer"
     assert "does not tell" in (CUDA.why_not_here("loop", replace(CARD, driver_cuda=None)) or "")
     assert CUDA.why_not_here("graph", Machine("cpu", 0, 0)) == "graphs are CUDA's"
+
+
+def test_chips_older_than_ampere_are_refused_by_their_capability_in_every_mode() -> None:
+    turing = replace(CARD, chip=Chip((7, 5), 40, 64 << 10))
+    for mode in CUDA.modes:
+        reason = CUDA.why_not_here(mode, turing)
+        assert reason == "compute capability 7.5 is too old: the kernels need 8.0 (Ampere) or newer"
+    for capability, shared in SHARED_BYTES.items():
+        assert CUDA.why_not_here("loop", replace(CARD, chip=Chip(capability, 20, shared))) is None

@@ -19,7 +19,7 @@ from ostinato.backends.base import (
     kv_type_of,
     why_not_kept,
 )
-from ostinato.backends.machine import DeviceKind, Machine, cuda_version
+from ostinato.backends.machine import DeviceKind, Machine, cuda_version, why_too_old
 from ostinato.backends.memory_rows import FLOAT_BYTES, output_row, shared_rows, without_empty
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.backend import TensorRunner, loaded_with, model_of, prefill_bytes
@@ -67,7 +67,9 @@ class CudaBackend:
     def why_not_here(self, mode: str, machine: Machine) -> str | None:
         if machine.kind != "cuda":
             return "graphs are CUDA's"
-        return why_no_packages(machine) or (why_driver_has_no_while(machine.driver_cuda) if mode == "loop" else None)
+        too_old = None if machine.chip is None else why_too_old(machine.chip)
+        no_while = why_driver_has_no_while(machine.driver_cuda) if mode == "loop" else None
+        return why_no_packages(machine) or too_old or no_while
 
     def why_not(
         self, mode: str, shape: Shape, tensors: HeaderTensors, options: LoadOptions, machine: Machine

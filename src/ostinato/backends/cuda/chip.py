@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ostinato.backends.machine import PROGRAMS_PER_MULTIPROCESSOR, TUNED_SHARED_BYTES
+from ostinato.backends.machine import OLDEST, PROGRAMS_PER_MULTIPROCESSOR, TUNED
 from ostinato.backends.machine import Chip as Chip
 
-TENSOR_CORES_SINCE: Final = (8, 0)  # for bfloat16
-TUNED_ON: Final = (9, 0)  # where the table of tiles was measured
+TENSOR_CORES_SINCE: Final = OLDEST  # for bfloat16
+TUNED_ON: Final = TUNED.capability  # where the table of tiles was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ def choices(chip: Chip) -> tuple[KernelChoice, ...]:
     has_cores = chip.capability >= TENSOR_CORES_SINCE
     since = f"{TENSOR_CORES_SINCE[0]}.{TENSOR_CORES_SINCE[1]}"
     tuned = f"{TUNED_ON[0]}.{TUNED_ON[1]}"
-    fits = chip.shared_bytes >= TUNED_SHARED_BYTES
+    fits = chip.shared_bytes >= TUNED.shared_bytes
     return (
         KernelChoice("step boundary", f"compiled for {chip.arch}", f"the chip's capability is {major}.{minor}"),
         KernelChoice(
@@ -52,6 +52,6 @@ def choices(chip: Chip) -> tuple[KernelChoice, ...]:
         KernelChoice(
             "shared memory of a block",
             "enough for every tile" if fits else "some tiles may be refused when they are loaded",
-            f"{chip.shared_bytes >> 10} kB; the tiles were tuned with {TUNED_SHARED_BYTES >> 10} kB",
+            f"{chip.shared_bytes >> 10} kB; the tiles were tuned with {TUNED.shared_bytes >> 10} kB",
         ),
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 
-from ostinato.backends.machine import TUNED_SHARED_BYTES, Chip
+from ostinato.backends.machine import PRETENDED, TUNED, Chip, pretended
 
 Gpu = torch.device | str | int
 
@@ -28,9 +29,12 @@ def index_of(name: str) -> int:
 
 
 def chip_of(gpu: Gpu) -> Chip:
+    """What the device reports of itself; the chip that OSTINATO_CHIP names, where it does."""
     found: Any = torch.cuda.get_device_properties(gpu)
-    shared = getattr(found, "shared_memory_per_block_optin", TUNED_SHARED_BYTES)
-    return Chip((found.major, found.minor), found.multi_processor_count, int(shared))
+    shared = getattr(found, "shared_memory_per_block_optin", TUNED.shared_bytes)
+    chip = Chip((found.major, found.minor), found.multi_processor_count, int(shared))
+    name = os.environ.get(PRETENDED)
+    return pretended(chip, name) if name else chip
 
 
 def name_of(gpu: Gpu) -> str:

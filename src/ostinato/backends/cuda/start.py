@@ -77,7 +77,9 @@ def loaded(name: str, device: torch.device, headers: Mapping[str, str] = Mapping
     Device(device.index or 0).set_current()
     key = (str(device), name, *headers.values())
     if key not in _MODULES:
-        _MODULES[key] = ObjectCode.from_cubin(cubin(source(name), name, headers=headers, arch=gpu.chip_of(device).arch))
+        chip = gpu.chip_of(device)
+        binary = cubin(source(name), name, headers=headers, arch=chip.arch, as_ptx=chip.is_pretended)
+        _MODULES[key] = ObjectCode.from_cubin(binary)
     return _MODULES[key]
 
 

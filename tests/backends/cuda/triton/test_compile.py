@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ostinato.backends.machine import TUNED_SHARED_BYTES
+from ostinato.backends.machine import TUNED
 from tests.backends.cuda.triton.compiling import Told, told_of
 from tests.counts import soaking
 
@@ -214,7 +214,7 @@ def made_for(compiled: Compiled, group: str) -> dict[str, Any]:
 @pytest.mark.soak
 def test_kernels_compile_for_hopper_and_multiply_on_its_tensor_cores(compiled: Compiled) -> None:
     made = made_for(compiled, "hopper")
-    assert max(row["shared"] for row in made.values()) <= TUNED_SHARED_BYTES  # as `doctor` says of such a chip
+    assert max(row["shared"] for row in made.values()) <= TUNED.shared_bytes  # as `doctor` says of such a chip
     for name, row in made.items():
         if name.startswith("gemm"):
             assert "wgmma.mma_async" in row["found"], name
