@@ -52,7 +52,8 @@ class DidNotEnd(Exception):
 
 def constants(**values: int | float | str) -> str:
     """A `shape.h` of these constants; what every part of the tape needs has defaults here."""
-    given = {"N_COMPUTE_WARPS": 8, "DEADLINE_NS": "10000000000LL", "ATTENTION_PLAN_BYTES": 8, **values}
+    chip = {"BULK_COPIES": 1, "MOVE_REGISTERS": 1, "LIFT_WEIGHTS": 0}
+    given = {**chip, "N_COMPUTE_WARPS": 8, "DEADLINE_NS": "10000000000LL", "ATTENTION_PLAN_BYTES": 8, **values}
     return "#pragma once\n" + "".join(f"#define {name} {value}\n" for name, value in given.items())
 
 

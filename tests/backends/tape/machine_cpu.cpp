@@ -94,6 +94,13 @@ struct Guarded {
 
 // --- what there is ---
 
+// A run of bytes on its way to shared memory.
+struct Part {
+    char* to;
+    const char* from;
+    int bytes;
+};
+
 struct Fiber {
     Stack stack;
     Guarded memory;
@@ -105,6 +112,7 @@ struct Fiber {
     const u64* looked_at;  // the last place, and what was there
     u64 looked_like;
     int n_loads;
+    std::vector<Part> copied;  // by copy_16_bytes, since its last arrival for them
     Site site;             // where it waits, or waited last
 };
 
@@ -139,10 +147,10 @@ struct Block {
     u64 asleep_until;
 };
 
+// What a gate is told of once all of it is there: by its bytes, or as one arrival.
 struct Copy {
-    char* to;
-    const char* from;
-    int bytes, copied, block;
+    std::vector<Part> parts;  // that are not there yet
+    int bytes, block;         // bytes: that the gate was announced, or 0
     Gate* gate;
 };
 
@@ -289,21 +297,28 @@ static inline void progress(Emulator& e) {
     e.warps[e.current->warp].streak = 0;
 }
 
-// The next piece of some copy lands, in any order among copies; its gate hears of the bytes only when all are there.
+// The next piece of some copy lands, in any order among copies and their parts; its gate hears of it only when all are
+// there.
 static void land(Emulator& e) {
     const u32 i = below(e, (u32)e.copies.size());
     Copy& copy = e.copies[i];
-    if (copy.copied < copy.bytes) {
-        const int left = copy.bytes - copy.copied;
-        const int piece = left <= 512 ? left : 16 * (int)(1 + below(e, (u32)(left / 16)));
-        memcpy(copy.to + copy.copied, copy.from + copy.copied, piece);
-        copy.copied += piece;
+    if (!copy.parts.empty()) {
+        for (u32 n = 1 + below(e, (u32)copy.parts.size()); n > 0; --n) {
+            Part& part = copy.parts[below(e, (u32)copy.parts.size())];
+            const int piece = part.bytes <= 512 ? part.bytes : 16 * (int)(1 + below(e, (u32)(part.bytes / 16)));
+            memcpy(part.to, part.from, piece);
+            part = {part.to + piece, part.from + piece, part.bytes - piece};
+            if (part.bytes > 0) continue;
+            part = copy.parts.back();
+            copy.parts.pop_back();
+        }
         return;
     }
     GateWord w = gate_word(copy.gate);
-    w.bytes = (u32)((u32)w.bytes - (u32)copy.bytes);
+    if (copy.bytes > 0) w.bytes = (u32)((u32)w.bytes - (u32)copy.bytes);
+    else w.missing -= 1;
     gate_set(copy.gate, w);
-    e.copies[i] = e.copies.back();
+    if (i + 1 < e.copies.size()) e.copies[i] = std::move(e.copies.back());
     e.copies.pop_back();
     progress(e);
 }
@@ -586,6 +601,7 @@ static void begin_fiber() {
     Emulator& e = *now;
     e.program(e.argument);
     Fiber& f = *e.current;
+    if (!f.copied.empty()) end_run(e, MISUSED, "block " + std::to_string(f.block) + " ends before its copies");
     f.done = true;
     ++e.n_done;
     if (++e.blocks[f.block].n_done == e.n_threads) {
@@ -798,20 +814,47 @@ bool gate_passed(Gate* gate, int phase, OF_CALLER) {
     return (int)emulator::gate_word(gate).parity != (phase & 1);
 }
 
+namespace emulator {
+// From here on whoever reads the bytes reads them too early, or too late.
+static Part asked_for(void* shared_to, const void* from, int bytes, const Site& site) {
+    const char* shared = now->blocks[now->current->block].shared.memory;
+    if (bytes <= 0 || bytes % 16 != 0 || (u64)shared_to % 16 != 0 || (u64)from % 16 != 0) {
+        misused(site, "not 16-byte aligned, or not so many bytes");
+    }
+    if ((char*)shared_to < shared || (char*)shared_to + bytes > shared + now->shared_bytes) {
+        misused(site, "the copy does not lie in the block's shared memory");
+    }
+    memset(shared_to, 0xFF, bytes);
+    return {(char*)shared_to, (const char*)from, bytes};
+}
+}  // namespace emulator
+
 void bulk_copy(void* shared_to, const void* from, int bytes, Gate* gate, OF_CALLER) {
     const emulator::Site site = HERE("bulk_copy");
     emulator::Emulator& e = *emulator::now;
-    const int own = e.current->block;
-    const char* shared = e.blocks[own].shared.memory;
-    if (bytes <= 0 || bytes % 16 != 0 || (u64)shared_to % 16 != 0 || (u64)from % 16 != 0) {
-        emulator::misused(site, "not 16-byte aligned, or not so many bytes");
-    }
-    if ((char*)shared_to < shared || (char*)shared_to + bytes > shared + e.shared_bytes) {
-        emulator::misused(site, "the copy does not lie in the block's shared memory");
-    }
+    const emulator::Part part = emulator::asked_for(shared_to, from, bytes, site);
     emulator::ready_gate(gate, site);
-    memset(shared_to, 0xFF, bytes);  // from here on whoever reads it reads too early, or too late
-    e.copies.push_back({(char*)shared_to, (const char*)from, bytes, 0, own, gate});
+    e.copies.push_back({{part}, bytes, e.current->block, gate});
+    emulator::maybe_pass(site);
+}
+
+void copy_16_bytes(void* shared_to, const void* from, OF_CALLER) {
+    const emulator::Site site = HERE("copy_16_bytes");
+    emulator::Fiber& f = *emulator::now->current;
+    f.copied.push_back(emulator::asked_for(shared_to, from, 16, site));
+    emulator::maybe_pass(site);
+}
+void gate_arrive_copied(Gate* gate, OF_CALLER) {
+    const emulator::Site site = HERE("gate_arrive_copied");
+    emulator::Emulator& e = *emulator::now;
+    emulator::ready_gate(gate, site);
+    int on_their_way = 0;
+    for (const emulator::Copy& copy : e.copies) on_their_way += copy.gate == gate && copy.bytes == 0;
+    if (on_their_way >= (int)emulator::gate_word(gate).missing) {
+        emulator::misused(site, "more arrivals at a gate than it was made for");
+    }
+    e.copies.push_back({std::move(e.current->copied), 0, e.current->block, gate});
+    e.current->copied.clear();
     emulator::maybe_pass(site);
 }
 

@@ -1,8 +1,8 @@
 // The machine of the tape on a CPU: every thread of the grid is a fiber, and one thread of the system runs them all.
 //
 // A fiber runs until it waits, polls or meets others; then a random one goes on, by a seed. Whatever the card may do
-// in any order is done in a random order here: bulk copies land in pieces and late (and what they overwrite is rubbish
-// from the moment they are asked for), puts of a thread overtake each other, warps fall asleep. What nobody could go
+// in any order is done in a random order here: copies land in pieces and late (and what they overwrite is rubbish from
+// the moment they are asked for), puts of a thread overtake each other, warps fall asleep. What nobody could go
 // on from is told with who waits where. Not emulated: plain stores are seen at once and in order, and there is no L1
 // that keeps old values.
 //
@@ -121,6 +121,8 @@ DEVICE void gate_expect(Gate* gate, int bytes, CALLER) { emulator::arrive_at(gat
 DEVICE void gate_arrive(Gate* gate, CALLER) { emulator::arrive_at(gate, 0, HERE("gate_arrive")); }
 bool gate_passed(Gate* gate, int phase, CALLER);
 void bulk_copy(void* shared_to, const void* from, int bytes, Gate* gate, CALLER);
+void copy_16_bytes(void* shared_to, const void* from, CALLER);
+void gate_arrive_copied(Gate* gate, CALLER);
 
 void multiply_bf16(float c[4], const uint4& a, u32 b0, u32 b1, CALLER);
 void multiply_f16(float c[4], const uint4& a, u32 b0, u32 b1, CALLER);

@@ -106,7 +106,7 @@ KERNEL(run_loop, Given, given, N_COMPUTE_THREADS + 32) {
     }
     sync_block();
     if (thread() >= N_COMPUTE_THREADS) {
-        if (thread() == N_COMPUTE_THREADS) load_tape(tape, *shared, ring);
+        load_tape(tape, *shared, ring);
         return;
     }
     ComputeThread p;

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from ctypes import Structure, c_int, c_uint64, c_void_p
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,10 +53,11 @@ IN_FLIGHT_BYTES: Final = 32 << 10  # of a block's requests: with more, small loa
 LEAST_ACTIVATION_BYTES: Final = 32 << 10  # the choice of tokens works there too
 STATIC_BYTES: Final = 2 << 10  # of a block's shared memory: what the step boundary keeps
 DEADLINE_NS: Final = 2_000_000_000  # for any wait on the device
-LOADER_THREADS: Final = 128  # one of which reads; registers change hands by four warps
+REGISTERS_MOVE_BY: Final = 128  # threads: four warps
 QKV_SEGMENTS: Final = 3
 SEGMENTS_A_LAYER: Final = QKV_SEGMENTS + 3
 LEAST_STAGES: Final = 3
+SUBNORMALS_TESTED: Final = frozenset({(9, 0)})  # chips on which tensor cores multiplied subnormal bfloat16 exactly
 SLAB_COLUMNS: Final = 256  # of each compute warp: the least that a product takes of rows at once
 GATES_BYTES: Final = 16  # of a stage: when it is full, and when it is empty
 ROW_PADDING: Final = 8  # elements between two rows of activations
@@ -132,10 +133,28 @@ def without_matrices_on(model: Model, device: torch.device) -> Model:
 # --- sizes ---
 
 
+class Variant(NamedTuple):
+    """What the kernel is compiled with because of the chip; no bit of a result depends on it."""
+
+    bulk_copies: bool  # the loader is one thread that asks the copy engine, or a warp that copies 16 bytes a lane
+    move_registers: bool  # from the loader's warps to the compute warps
+    lift_weights: bool  # no operand of a tensor core is a subnormal bfloat16
+
+    @staticmethod
+    def of(chip: Chip) -> Variant:
+        since_hopper = chip.has_bulk_copies  # both are
+        return Variant(since_hopper, since_hopper, chip.capability not in SUBNORMALS_TESTED)
+
+    @property
+    def loader_threads(self) -> int:
+        return REGISTERS_MOVE_BY if self.move_registers else 32
+
+
 @dataclass(frozen=True, slots=True)
 class TapeSizes:
-    """How a grid and a block's shared memory are shared out."""
+    """How a grid and a block's shared memory are shared out, and which variant of the kernel runs there."""
 
+    variant: Variant
     grid: TapeGrid
     n_slots: int
     n_stages: int
@@ -173,6 +192,7 @@ class TapeSizes:
         activations = _whole(max(LEAST_ACTIVATION_BYTES, 2 * all_rows, 2 * one_row, attending), 128)
         stage = _whole(largest_chunk(segments, n_compute_warps), 128)
         least = TapeSizes(
+            Variant.of(chip),
             grid,
             n_slots,
             0,
@@ -195,7 +215,7 @@ class TapeSizes:
     @property
     def n_threads(self) -> int:
         """Of a block: the compute warps' and the loader's."""
-        return self.grid.n_compute_warps * 32 + LOADER_THREADS
+        return self.grid.n_compute_warps * 32 + self.variant.loader_threads
 
     @property
     def in_flight(self) -> int:
@@ -260,7 +280,10 @@ def shape_header(
     numbers: dict[str, object] = {
         "N_BLOCKS": grid.n_blocks,
         "N_COMPUTE_WARPS": grid.n_compute_warps,
-        "N_LOADER_THREADS": LOADER_THREADS,
+        "N_LOADER_THREADS": sizes.variant.loader_threads,
+        "BULK_COPIES": int(sizes.variant.bulk_copies),
+        "MOVE_REGISTERS": int(sizes.variant.move_registers),
+        "LIFT_WEIGHTS": int(sizes.variant.lift_weights),
         "STAGES": sizes.n_stages,
         "STAGE_BYTES": sizes.stage_bytes,
         "IN_FLIGHT": sizes.in_flight,

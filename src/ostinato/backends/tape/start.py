@@ -47,8 +47,15 @@ def tape_source() -> str:
 def tape_binary(headers: Mapping[str, str], chip: Chip, defines: Mapping[str, int]) -> bytes:
     """The kernel, compiled. Nothing is fused by the compiler's choice: a row's bits must not depend on which of several
     loops it goes through, nor on the number of slots that the kernel was compiled for (E-80)."""
-    arch = chip.exact_arch
-    return cubin(tape_source(), "tape.cu", headers=headers, arch=arch, defines=defines, fused=False)
+    return cubin(
+        tape_source(),
+        "tape.cu",
+        headers=headers,
+        arch=chip.exact_arch,
+        defines=defines,
+        fused=False,
+        as_ptx=chip.is_pretended,
+    )
 
 
 class TapeLoop(DevicePaced):

@@ -12,11 +12,8 @@
 #pragma once
 #include "ring.h"
 
-// 1: for a card whose tensor cores flush subnormal numbers to zero. Then the weights are lifted, not the activations:
-// the results have the same bits, at the cost of four more instructions a column tile.
-#ifndef LIFT_WEIGHTS
-#define LIFT_WEIGHTS 0
-#endif
+// LIFT_WEIGHTS is for a chip whose tensor cores may flush subnormal numbers to zero: the weights are lifted, not the
+// activations. The results have the same bits, at the cost of four more instructions a column tile.
 #define LIFT_BF16 0x6F806F80u  // two of 2^96
 #define ONE_BF16 0x3F803F80u
 #define LESS_BF16 0xAD00u      // -2^-37: minus a lifted one, 2^96 / 2^133

@@ -1,8 +1,10 @@
 // The machine layer of the tape: a named function for every instruction that C++ cannot express, for two machines.
 //
-// On CUDA a name is an instruction of sm_90 or two. On the CPU the same names come from `machine_cpu.h`, an emulator
-// that lives with the tests and runs the very source that the card runs. Nothing else of the tape asks which machine
-// this is. Constants come from `shape.h`.
+// On CUDA a name is an instruction or two. On the CPU the same names come from `machine_cpu.h`, an emulator that lives
+// with the tests and runs the very source that the card runs. Nothing else of the tape asks which machine this is.
+//
+// Constants come from `shape.h`. Two of them say what only some chips have, since sm_90: BULK_COPIES, the copy engine
+// and gates that count bytes, and MOVE_REGISTERS, warps that reallocate registers. Everything else needs sm_80.
 #pragma once
 #include "shape.h"
 
@@ -61,10 +63,15 @@ DEVICE char* shared_memory() {
 
 // --- registers ---
 
-// At launch each of the block's 384 threads has 168 registers; then groups of four warps reallocate them, so that the
-// compute warps have enough and do not spill. 128 * 56 + 256 * 224 is the same total.
-DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 56;"); }
-DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 224;"); }
+// With MOVE_REGISTERS, each of the block's 384 threads has 168 registers at launch; then groups of four warps reallocate
+// them, so that the compute warps have enough and do not spill. 128 * 56 + 256 * 224 is the same total. Without it, a
+// block has one loader warp, and each of its 288 threads has 224 registers, or as many as it needs.
+DEVICE void give_registers() {
+    if (MOVE_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+}
+DEVICE void take_registers() {
+    if (MOVE_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+}
 
 // Reads the thread's number again, so that values derived from it are computed where they are used. Otherwise the
 // compiler hoists them all out of the loop and, since registers are few, spills them to local memory.
@@ -99,6 +106,7 @@ DEVICE void gate_init(Gate* gate, int arrivals) {
 }
 // After the last gate_init, before the sync after which others use the gates: the copy engine must see them too.
 DEVICE void gate_init_fence() {
+    if (!BULK_COPIES) return;
     asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
     asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
 }
@@ -111,33 +119,58 @@ DEVICE void gate_expect(Gate* gate, int bytes) {
 DEVICE void gate_arrive(Gate* gate) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(gate)) : "memory");
 }
-// Whether the phase of this parity has ended; the thread may sleep for a while to see it end.
+// Whether the phase of this parity has ended; the thread may wait for a while to see it end. Chips with bulk copies let
+// it sleep; on others it asks again and again, as long as a poll should take (see BoundedWait).
+#define GATE_TEST(how)                                                 \
+    asm volatile(                                                      \
+        "{\n"                                                          \
+        ".reg .pred p;\n"                                              \
+        "mbarrier." how ".parity.shared::cta.b64 p, [%1], %2;\n"       \
+        "selp.u32 %0, 1, 0, p;\n"                                      \
+        "}"                                                            \
+        : "=r"(passed)                                                 \
+        : "r"(shared_address(gate)), "r"(phase)                        \
+        : "memory"                                                     \
+    )
+#define TESTS_PER_POLL 32
 DEVICE bool gate_passed(Gate* gate, int phase) {
-    u32 passed;
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}"
-        : "=r"(passed)
-        : "r"(shared_address(gate)), "r"(phase)
-        : "memory"
-    );
+    u32 passed = 0;
+    if (BULK_COPIES) {
+        GATE_TEST("try_wait");
+    } else {
+        NOT_UNROLLED
+        for (int i = 0; i < TESTS_PER_POLL && !passed; i++) GATE_TEST("test_wait");
+    }
     return passed != 0;
 }
 
-// From global to shared memory, by the copy engine: both 16-byte aligned, a multiple of 16 bytes. What a tape reads
-// is not read again before the whole tape has passed, so it is the first to leave L2.
-DEVICE void bulk_copy(void* shared_to, const void* from, int bytes, Gate* gate) {
+// What a tape reads is not read again before the whole tape has passed, so it is the first to leave L2.
+DEVICE u64 first_to_leave() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+// From global to shared memory, by the copy engine: both 16-byte aligned, a multiple of 16 bytes.
+DEVICE void bulk_copy(void* shared_to, const void* from, int bytes, Gate* gate) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
         :
-        : "r"(shared_address(shared_to)), "l"(from), "r"(bytes), "r"(shared_address(gate)), "l"(policy)
+        : "r"(shared_address(shared_to)), "l"(from), "r"(bytes), "r"(shared_address(gate)), "l"(first_to_leave())
         : "memory"
     );
+}
+// From global to shared memory, 16 aligned bytes, while the thread goes on.
+DEVICE void copy_16_bytes(void* shared_to, const void* from) {
+    asm volatile(
+        "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+        :
+        : "r"(shared_address(shared_to)), "l"(from), "l"(first_to_leave())
+        : "memory"
+    );
+}
+// One arrival, once all bytes that this thread has asked for by copy_16_bytes are there.
+DEVICE void gate_arrive_copied(Gate* gate) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" : : "r"(shared_address(gate)) : "memory");
 }
 
 // --- products of a warp: c += a b, fragments as the tensor cores hold them ---
@@ -203,7 +236,8 @@ DEVICE int round_to_int(float value) { return __float2int_rn(value); }
 
 INSTRUCTION(u32, pair_bf16, (float low, float high), "cvt.rn.bf16x2.f32 %0, %1, %2;", "=r", "f"(high), "f"(low))
 INSTRUCTION(u32, pair_f16, (float low, float high), "cvt.rn.f16x2.f32 %0, %1, %2;", "=r", "f"(high), "f"(low))
-INSTRUCTION(u32, multiply_pair_bf16, (u32 a, u32 b), "mul.rn.bf16x2 %0, %1, %2;", "=r", "r"(a), "r"(b))
+// The sum with two of -0 is the product, with its sign where that is 0: sm_80 has no plain product.
+INSTRUCTION(u32, multiply_pair_bf16, (u32 a, u32 b), "fma.rn.bf16x2 %0, %1, %2, %3;", "=r", "r"(a), "r"(b), "r"(0x80008000u))
 INSTRUCTION(u16, to_bf16, (float value), "cvt.rn.bf16.f32 %0, %1;", "=h", "f"(value))
 INSTRUCTION(u16, to_f16, (float value), "cvt.rn.f16.f32 %0, %1;", "=h", "f"(value))
 INSTRUCTION(float, from_f16, (u16 bits), "cvt.f32.f16 %0, %1;", "=f", "h"(bits))

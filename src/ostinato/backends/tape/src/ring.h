@@ -1,5 +1,6 @@
-// The ring: one thread of a block, the loader, streams the block's run of the tape through shared memory, where the
-// compute warps read it.
+// The ring: the loader of a block streams the block's run of the tape through shared memory, where the compute warps
+// read it. With BULK_COPIES the loader is one thread, which asks the copy engine for a chunk at a time. Without them it
+// is a warp, whose lanes copy 16 bytes at a time: lane 0 decides for all when the next chunk may be requested.
 //
 // A chunk of the tape lies in one stage of the ring. `full` of a stage opens when all its bytes have arrived, `empty`
 // when every compute warp has read them. The loader walks the tape in the order of backends/tape/partition.py,
@@ -21,6 +22,7 @@
 #ifndef ARRIVALS_A_WARP
 #define ARRIVALS_A_WARP 1
 #endif
+#define LOADER_LANES (BULK_COPIES ? 1 : 32)
 #define POLLS_PER_ABORT_CHECK 64  // the loader reads `abort` after so many polls, `over` after each
 
 // --- how a matrix is cut: the same as backends/tape/partition.py ---
@@ -71,7 +73,7 @@ struct Place {
 // By one thread, before the block's first sync.
 DEVICE void set_up(Shared& shared) {
     for (int stage = 0; stage < STAGES; stage++) {
-        gate_init(&shared.full[stage], 1);
+        gate_init(&shared.full[stage], LOADER_LANES);
         gate_init(&shared.empty[stage], N_COMPUTE_WARPS * ARRIVALS_A_WARP);
     }
     shared.over = 0;
@@ -95,11 +97,15 @@ struct Loader {
     Shared& shared;
     const State* state;
     char* ring;
-    Place next, oldest;  // to be requested; requested, and not known to have arrived
+    int lane;
+    Place next;  // to be requested
+    // Only lane 0 reads these.
+    Place oldest;  // requested, and not known to have arrived
     int n_requested, polls;
 
-    MEMBER Loader(Shared& given, const State* leaving, char* stages)
-        : shared(given), state(leaving), ring(stages), next{0, 0}, oldest{0, 0}, n_requested(0), polls(0) {}
+    MEMBER Loader(Shared& given, const State* leaving, char* stages, int own_lane)
+        : shared(given), state(leaving), ring(stages), lane(own_lane), next{0, 0}, oldest{0, 0}, n_requested(0),
+          polls(0) {}
 
     // The loader's waits have no deadline: one of them may span many waits of the compute warps, which have deadlines.
     MEMBER bool is_over() {
@@ -108,6 +114,12 @@ struct Loader {
     }
     // Waits until the next stage may be filled; false: the loop is over and no stage is needed any more.
     MEMBER bool find_room(int in_flight) {
+        const bool found = lane == 0 && await_room(in_flight);
+        if (BULK_COPIES) return found;
+        sync_warp();  // what lane 0 has seen at the gate, all lanes have: the stage was read
+        return votes(found) != 0;
+    }
+    MEMBER bool await_room(int in_flight) {
         if (atomic_add_shared(&shared.over, 0u)) return false;
         while (n_requested >= in_flight) {
             if (gate_passed(&shared.full[oldest.stage], oldest.phase)) {
@@ -124,15 +136,22 @@ struct Loader {
     }
     MEMBER void request(const char* from, int bytes) {
         Gate* const gate = &shared.full[next.stage];
-        gate_expect(gate, bytes);
-        bulk_copy(ring + next.stage * STAGE_BYTES, from, bytes, gate);
+        char* const to = ring + next.stage * STAGE_BYTES;
+        if (BULK_COPIES) {
+            gate_expect(gate, bytes);
+            bulk_copy(to, from, bytes, gate);
+        } else {
+            for (int at = 16 * lane; at < bytes; at += 16 * LOADER_LANES) copy_16_bytes(to + at, from + at);
+            gate_arrive_copied(gate);
+        }
         next.go_on();
         n_requested++;
     }
     MEMBER void drain() {
-        for (; n_requested > 0; n_requested--, oldest.go_on()) {
+        for (; lane == 0 && n_requested > 0; n_requested--, oldest.go_on()) {
             while (!gate_passed(&shared.full[oldest.stage], oldest.phase)) relax();
         }
+        if (!BULK_COPIES) sync_warp();  // no lane ends before its copies
     }
 };
 
@@ -158,10 +177,13 @@ DEVICE bool load_segment(Loader& loader, const Segment& segment, int in_flight, 
     return true;
 }
 
-// Run by one thread of the block until the compute warps set `over`, or any thread sets `abort`.
+// Run by all threads behind the compute warps; the loader's run until the compute warps set `over`, or any thread sets
+// `abort`.
 DEVICE void load_tape(const Tape& tape, Shared& shared, char* ring) {
+    const int lane = thread() - N_COMPUTE_THREADS;
+    if (lane >= LOADER_LANES) return;
     const char* const begin = tape.tape + tape.tape_at[block()];
-    Loader loader(shared, tape.state, ring);
+    Loader loader(shared, tape.state, ring, lane);
     Segment segment = tape.segments[0];
     for (bool goes = true; goes;) {
         const char* from = begin;

@@ -231,7 +231,7 @@ KERNEL(tape, Tape, given, N_COMPUTE_THREADS + N_LOADER_THREADS) {
     sync_block();
     if (thread() >= N_COMPUTE_THREADS) {
         give_registers();
-        if (thread() == N_COMPUTE_THREADS) load_tape(given, *shared, ring);
+        load_tape(given, *shared, ring);
     } else {
         take_registers();
         ComputeThread p;
