@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.base import Chunks, Settled, why_not_kept
-from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.cuda.packed import Packed, dequantize_torch, unpack
+from ostinato.backends.machine import SHARED_BYTES, Capability, Chip
 from ostinato.backends.tape.backend import TAPE, why_not_rows, why_not_shape, why_not_tensors
 from ostinato.backends.tape.plan import Argument, TapeStep, tape_plan, why_not_values
 from ostinato.backends.tape.start import tape_headers, tape_source
@@ -98,11 +98,12 @@ class EmulatedLoop(TorchRunner):
         seed: int = 0,
         n_compute_warps: int = 2,
         n_blocks: int = 3,
+        capability: Capability = (9, 0),
         deadline_ns: int | None = None,
         outbox_entries: int | None = None,
     ) -> None:
-        self._on_card, self._seed, self._n_compute_warps, self._n_blocks = model, seed, n_compute_warps, n_blocks
-        self._deadline_ns = deadline_ns
+        self._on_card, self._seed, self._n_compute_warps = model, seed, n_compute_warps
+        self._chip, self._deadline_ns = Chip(capability, n_blocks, SHARED_BYTES[capability]), deadline_ns
         super().__init__(widened(model), settled, outbox_entries=outbox_entries)
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
@@ -114,13 +115,13 @@ class EmulatedLoop(TorchRunner):
             self.memory,
             self.tables,
             self.n_tokens,
-            Chip((9, 0), self._n_blocks, 227 << 10),
+            self._chip,
             kv_type=settled.kv_type,
             activations=settled.activations,
             n_compute_warps=self._n_compute_warps,
         )
         plan = tape_plan(model, self.memory, self.tables, self.step)
-        headers = tape_headers(self.step, self.tables, self.page_tokens)
+        headers = tape_headers(self.step.header, self.tables.layout, self.page_tokens)
         if self._deadline_ns is not None:
             headers["shape.h"] += f"#undef DEADLINE_NS\n#define DEADLINE_NS {self._deadline_ns}LL\n"
         program = compiled(tape_source(), "tape.cpp", headers=headers)

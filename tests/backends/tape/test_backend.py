@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,13 +12,12 @@ from torch import Tensor
 
 from ostinato.backends.base import Settled
 from ostinato.backends.cuda.packed_types import PACKED_TYPES
-from ostinato.backends.machine import Chip, Machine
+from ostinato.backends.machine import SHARED_BYTES, Chip, Machine
 from ostinato.backends.tape.backend import (
     HEAD_WIDTHS,
     TAPE,
     matrices_of,
     tape_bytes,
-    why_not_capability,
     why_not_rows,
     why_not_shape,
     why_not_tensors,
@@ -26,8 +26,10 @@ from ostinato.backends.tape.partition import RUN_ALIGNMENT, WEIGHT_TYPES, TapeGr
 from ostinato.backends.tape.plan import sources_of, why_not_values
 from ostinato.backends.torch.model import Model
 from ostinato.files.checkpoint import TensorInfo
+from ostinato.lab.random_weights import RandomFile
 from ostinato.models.blocks import Layer
 from ostinato.models.header import HeaderTensors, tensors_in
+from ostinato.models.named_shapes import named_shape
 from ostinato.models.shape import ExpertShape, MambaShape, Multipliers, Shape
 from ostinato.options import LoadOptions
 from tests.backends.tape.models import FAMILIES, shape_of, small
@@ -172,16 +174,27 @@ def test_slots_and_types_that_it_has_not_are_named() -> None:
     assert TAPE.why_not("persistent", *asked) == "the tape keeps keys and values as f32, f16, bf16, not q8_0"
 
 
-@pytest.mark.parametrize(
-    ("capability", "can"), [((7, 5), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 1), True)]
-)
-def test_a_card_must_have_bulk_copies(capability: tuple[int, int], can: bool) -> None:
-    reason = why_not_capability(capability)
+@pytest.mark.parametrize("capability", [*SHARED_BYTES, (7, 5)])
+def test_every_card_from_ampere_on_can_run_it(capability: tuple[int, int]) -> None:
+    model, can = small(LLAMA), capability >= (8, 0)
+    card = replace(CARD, chip=Chip(capability, 84, SHARED_BYTES.get(capability, 64 << 10)))
+    reason = TAPE.why_not("persistent", model.shape, tensors_in(model), LoadOptions(slots=8), card)
     assert (reason is None) == can
-    dotted = ".".join(map(str, capability))
-    assert can or reason == (
-        f"the tape is streamed by bulk copies, which cards have since capability 9.0; this one has {dotted}"
-    )
+    assert can or (reason or "").startswith("compute capability 7.5 is too old")
+
+
+def test_a_model_that_needs_fewer_slots_on_a_card_is_told_how_many() -> None:
+    shape = named_shape("llama-8b")
+    tensors = RandomFile(shape, "bf16").tensors
+    card = replace(CARD, chip=Chip((8, 9), 128, SHARED_BYTES[8, 9]))
+    reason = TAPE.why_not("persistent", shape, tensors, LoadOptions(slots=8, context=8192), card)
+    found = re.search(r"for 8 slots of this model .* and sm_89 has 101376; use --slots (\d), with which", reason or "")
+    assert found is not None, reason
+    fits = int(found[1])
+    assert 1 <= fits < 8
+    for slots in range(1, 9):
+        told = TAPE.why_not("persistent", shape, tensors, LoadOptions(slots=slots, context=8192), card)
+        assert (told is None) == (slots <= fits)
 
 
 # --- what it counts ---

@@ -35,6 +35,7 @@ from ostinato.backends.tape.plan import (
     Argument,
     TapeSizes,
     TapeStep,
+    Traits,
     attention_bytes,
     shape_header,
     sources_of,
@@ -109,11 +110,8 @@ def headers_for(
 ) -> dict[str, str]:
     """As a step has them, without laying out a weight."""
     weight_types = {source.matrix.weight_type for _, source in sources_of(model)}
-    step: Any = type(
-        "Step", (), {"header": shape_header(model, sizes, layout.vocab, kv_type, weight_types, activations)}
-    )
-    tables: Any = type("OfTables", (), {"layout": layout})
-    return tape_headers(step, tables, 64)
+    header = shape_header(model.shape, Traits.of(model), sizes, layout.vocab, kv_type, weight_types, activations)
+    return tape_headers(header, layout, 64)
 
 
 def matrices_of(model: Model) -> list[TapeMatrix]:
@@ -277,9 +275,9 @@ def test_every_shape_fits_a_block_with_three_stages_or_is_refused(
         return
     assert sizes.shared_bytes + STATIC_BYTES <= chip.shared_bytes
     assert sizes.n_stages >= LEAST_STAGES
-    # One more would be too many, but for what the gates and the roundings take.
-    assert sizes.shared_bytes + STATIC_BYTES + sizes.stage_bytes + GATES_BYTES + 256 > chip.shared_bytes
-    assert 2 <= sizes.in_flight < sizes.n_stages
+    assert sizes.with_stages(sizes.n_stages + 1).shared_bytes + STATIC_BYTES > chip.shared_bytes
+    assert 2 <= sizes.in_flight <= sizes.n_stages
+    assert sizes.in_flight < sizes.n_stages or sizes.n_stages == 2
     assert sizes.in_flight == 2 or sizes.in_flight * sizes.stage_bytes <= IN_FLIGHT_BYTES
     # What places of the source assert: the stages and the activations behind them are aligned for whatever lies there.
     assert sizes.own_bytes % 128 == sizes.stage_bytes % 128 == sizes.activation_bytes % 128 == 0
@@ -300,7 +298,8 @@ def test_every_shape_fits_a_block_with_three_stages_or_is_refused(
 
 def test_a_card_with_little_shared_memory_is_told_what_was_asked() -> None:
     model = small(shape_of(hidden=2048, ff_width=2048))
-    with pytest.raises(HardwareCannot, match=r"has 48 kB .* 3 stages of 16384 bytes and 32 kB .*; use --mode loop"):
+    says = r"needs \d+ bytes .* for 1 slots .*2 stages of 16384 bytes, 32768 of .* sm_90 has 49152; use --mode loop$"
+    with pytest.raises(HardwareCannot, match=says):
         TapeSizes.of(model.shape, matrices_of(model), 1, replace(H200, shared_bytes=48 << 10), **PAGED)
 
 

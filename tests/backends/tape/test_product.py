@@ -154,6 +154,7 @@ class Shape:
     in_flight: int = 2
     weight_types: tuple[WeightType, ...] = tuple(WeightType)
     lift: bool = False
+    bulk: bool = True
 
     @property
     def grid(self) -> TapeGrid:
@@ -211,6 +212,8 @@ class Shape:
             ACTIVATION_BF16=int(self.half == torch.bfloat16),
             WIDE=int(self.wide),
             LIFT_WEIGHTS=int(self.lift),
+            BULK_COPIES=int(self.bulk),
+            MOVE_REGISTERS=0,
             EMBEDDING_TYPE="TYPE_BF16",
             OUT_COLUMNS=self.out_columns,
             TAG=TAG,
@@ -416,6 +419,7 @@ def mixed(shift: int) -> tuple[WeightType, ...]:
 
 # --- what is true ---
 
+LOADERS: Final = ("bulk copies", "16-byte copies")
 EVERY_COUNT: Final = [(n, 0) for n in range(1, MAX_ROWS + 1)]
 
 
@@ -452,13 +456,31 @@ def test_a_row_has_the_same_bits_alone_and_among_neighbours(shape: Shape, shift:
         assert np.array_equal(out[i, :, 5 - first].view(np.uint32), alone), steps[i]
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("bulk", [True, False], ids=LOADERS)
 @settings(deadline=None, max_examples=12)
-@given(st.integers(0, 2**32 - 1), st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=1, max_size=4))
-def test_no_schedule_changes_a_bit(seed: int, steps: list[tuple[int, int]]) -> None:
-    some, rows = model(SMALL, mixed(2), 2), rows_of(SMALL, 2)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    steps=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), min_size=1, max_size=4),
+)
+def test_no_schedule_changes_a_bit(bulk: bool, stages: int, seed: int, steps: list[tuple[int, int]]) -> None:
+    shape = replace(SMALL, bulk=bulk, stages=stages, in_flight=stages)
+    some, rows = model(shape, mixed(2), 2), rows_of(shape, 2)
     out = play(some, rows, steps, seed=seed)
     check(some, rows, steps, out)
     assert np.array_equal(out.view(np.uint32), play(some, rows, steps, seed=seed + 1).view(np.uint32))
+
+
+@pytest.mark.parametrize(
+    "shape", [WIDE, SMALL, NARROW, EIGHT_COMPUTE_WARPS], ids=["bfloat16", "float16", "int8", "eight compute warps"]
+)
+@pytest.mark.parametrize("weight_type", WeightType)
+def test_the_loader_changes_no_bit(shape: Shape, weight_type: WeightType) -> None:
+    other = replace(shape, bulk=False, lift=True, stages=2)
+    steps = [(1, 0), (3, 2), (8, 0)]
+    rows, weight_types = rows_of(shape, 6), (weight_type,) * len(SEGMENTS)
+    bulk = play(model(shape, weight_types, 6), rows, steps, seed=1)
+    assert np.array_equal(play(model(other, weight_types, 6), rows, steps, seed=2).view(np.uint32), bulk.view(np.uint32))
 
 
 def test_lifted_weights_give_the_same_bits() -> None:
@@ -470,23 +492,28 @@ def test_lifted_weights_give_the_same_bits() -> None:
         assert np.array_equal(out.view(np.uint32), play(plain, rows, steps, seed=0).view(np.uint32))
 
 
+@pytest.mark.parametrize("bulk", [True, False], ids=LOADERS)
 @pytest.mark.parametrize("stop_before", [0, 1, 3, 6])
-def test_the_reader_ends_wherever_the_compute_warps_do(stop_before: int) -> None:
-    some, rows = model(SMALL, mixed(1), 1), rows_of(SMALL, 1)
+def test_the_loader_ends_wherever_the_compute_warps_do(stop_before: int, bulk: bool) -> None:
+    shape = replace(SMALL, bulk=bulk)
+    some, rows = model(shape, mixed(1), 1), rows_of(shape, 1)
     for seed in range(5):
         steps = [(1, 0), (0, 0), (2, 0)]
         check(some, rows, steps, play(some, rows, steps, seed, stop_before), n_segments=stop_before)
 
 
+@pytest.mark.parametrize("bulk", [True, False], ids=LOADERS)
 @pytest.mark.parametrize("abort_at", [0, 1])
-def test_once_all_leave_nobody_waits(abort_at: int) -> None:
-    some, rows = model(SMALL, mixed(0), 0), rows_of(SMALL, 0)
+def test_once_all_leave_nobody_waits(abort_at: int, bulk: bool) -> None:
+    shape = replace(SMALL, bulk=bulk)
+    some, rows = model(shape, mixed(0), 0), rows_of(shape, 0)
     for seed in range(5):
         play(some, rows, [(1, 0), (3, 0), (2, 0)], seed, abort_at=abort_at)
 
 
-def test_a_block_without_a_tile_reads_nothing() -> None:
-    shape = Shape(hidden=64, query=64, ff=64, n_blocks=50, max_rows=2, weight_types=(WeightType.HALF,))
+@pytest.mark.parametrize("bulk", [True, False], ids=LOADERS)
+def test_a_block_without_a_tile_reads_nothing(bulk: bool) -> None:
+    shape = Shape(hidden=64, query=64, ff=64, n_blocks=50, max_rows=2, weight_types=(WeightType.HALF,), bulk=bulk)
     some, rows = model(shape, (WeightType.HALF,) * 7, 0), rows_of(shape, 0)
     assert any(not len(list(walk(some.partition, block))) for block in range(shape.n_blocks))
     check(some, rows, [(2, 0), (1, 0)], play(some, rows, [(2, 0), (1, 0)], seed=0))

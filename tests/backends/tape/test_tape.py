@@ -308,7 +308,7 @@ def test_a_choice_that_never_comes_is_a_fault_though_all_others_came() -> None:
         step.buffers["marks"][step.sizes.grid.n_blocks + 1] = 6 << 32  # of the second row
         runner.tables.table["n_rows"][0] = 2
         runner.tables.table["row_slot"][:2] = torch.arange(2)
-        headers = tape_headers(step, runner.tables, runner.page_tokens)
+        headers = tape_headers(step.header, runner.tables.layout, runner.page_tokens)
         headers["shape.h"] += "#undef DEADLINE_NS\n#define DEADLINE_NS 50000000LL\n"
         program = compiled(BORDER, "boundary_alone.cpp", headers=headers)
         program.run("boundary_alone", step.argument, n_blocks=1, shared_bytes=step.sizes.shared_bytes)

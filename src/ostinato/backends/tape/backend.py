@@ -29,7 +29,7 @@ from ostinato.backends.cuda.backend import (
     why_driver_has_no_while,
     why_no_packages,
 )
-from ostinato.backends.machine import Chip, DeviceKind, Machine
+from ostinato.backends.machine import Chip, DeviceKind, Machine, why_too_old
 from ostinato.backends.memory_rows import without_empty
 from ostinato.backends.tape.partition import WEIGHT_TYPES, TapeMatrix, WeightType, matrix_bytes, why_mixed
 from ostinato.backends.torch.backend import loaded_with, model_of
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 
 HEAD_WIDTHS: Final = (64, 96, 128, 256)
 HALVES: Final = ("bfloat16", "float16")
-BULK_COPIES_SINCE: Final = (9, 0)
 MOST_SLOTS: Final = 8  # columns of a tensor core's product
 EMBEDDING: Final = "token_embd.weight"
 _QKV: Final = ("attn_qkv", "attn_q", "attn_k", "attn_v")
@@ -79,7 +78,7 @@ class TapeBackend:
             return "the persistent kernel is CUDA's"
         # Its module is loaded by the same packages as a WHILE graph, on the same drivers.
         reason = why_no_packages(machine) or why_driver_has_no_while(machine.driver_cuda)
-        return reason or (None if machine.chip is None else why_not_capability(machine.chip.capability))
+        return reason or (None if machine.chip is None else why_too_old(machine.chip))
 
     def why_not(
         self, mode: str, shape: Shape, tensors: HeaderTensors, options: LoadOptions, machine: Machine
@@ -202,14 +201,6 @@ def why_not_tensors(shape: Shape, tensors: HeaderTensors, *, packed: bool) -> st
         types = [kept_as(tensor, packed=packed) for tensor in parts]
         if name.endswith("gate_up") and len({WEIGHT_TYPES.get(type, WeightType.HALF) for type in types}) > 1:
             return f"{name}: {why_mixed(types)}"
-    return None
-
-
-def why_not_capability(capability: tuple[int, ...]) -> str | None:
-    """Why a card of this capability cannot run the tape; None where it can."""
-    if capability < BULK_COPIES_SINCE:
-        since, has = (".".join(map(str, numbers)) for numbers in (BULK_COPIES_SINCE, capability))
-        return f"the tape is streamed by bulk copies, which cards have since capability {since}; this one has {has}"
     return None
 
 

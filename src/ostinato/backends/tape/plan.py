@@ -56,7 +56,7 @@ DEADLINE_NS: Final = 2_000_000_000  # for any wait on the device
 REGISTERS_MOVE_BY: Final = 128  # threads: four warps
 QKV_SEGMENTS: Final = 3
 SEGMENTS_A_LAYER: Final = QKV_SEGMENTS + 3
-LEAST_STAGES: Final = 3
+LEAST_STAGES: Final = 2
 SUBNORMALS_TESTED: Final = frozenset({(9, 0)})  # chips on which tensor cores multiplied subnormal bfloat16 exactly
 SLAB_COLUMNS: Final = 256  # of each compute warp: the least that a product takes of rows at once
 GATES_BYTES: Final = 16  # of a stage: when it is full, and when it is empty
@@ -177,7 +177,46 @@ class TapeSizes:
         page_tokens: int,
         max_pages: int,
     ) -> TapeSizes:
-        """As many stages as fit; as many blocks as have work in every product that keeps them in step."""
+        """As many stages as fit; as many blocks as have work in every product that keeps them in step. Raises
+        HardwareCannot where fewer than LEAST_STAGES fit, with the most slots with which they do."""
+
+        def sizes_of(n_slots: int) -> TapeSizes:
+            return TapeSizes._with_ring(
+                shape,
+                matrices,
+                n_slots,
+                chip,
+                n_compute_warps,
+                kv_type=kv_type,
+                page_tokens=page_tokens,
+                max_pages=max_pages,
+            )
+
+        sizes = sizes_of(n_slots)
+        if sizes.n_stages >= LEAST_STAGES:
+            return sizes
+        least = sizes.with_stages(LEAST_STAGES).shared_bytes + STATIC_BYTES
+        fewer = next((n for n in range(n_slots - 1, 0, -1) if sizes_of(n).n_stages >= LEAST_STAGES), None)
+        raise HardwareCannot(
+            f"a block of the persistent kernel needs {least} bytes of shared memory for {n_slots} slots of this model "
+            f"({LEAST_STAGES} stages of {sizes.stage_bytes} bytes, {sizes.activation_bytes} of activations, the rest "
+            f"for sums and tables), and {chip.arch} has {chip.shared_bytes}; use "
+            + ("--mode loop" if fewer is None else f"--slots {fewer}, with which it fits, or --mode loop")
+        )
+
+    @staticmethod
+    def _with_ring(
+        shape: Shape,
+        matrices: Sequence[TapeMatrix],
+        n_slots: int,
+        chip: Chip,
+        n_compute_warps: int,
+        *,
+        kv_type: KVType,
+        page_tokens: int,
+        max_pages: int,
+    ) -> TapeSizes:
+        """With as many stages as fit, be they too few."""
         # A block without a tile there could fall behind by two layers, and its values be overwritten.
         n_blocks = min(chip.n_multiprocessors, shape.ff_width // 8, -(-shape.vocab // 16))
         grid = TapeGrid(n_blocks, n_compute_warps)
@@ -204,13 +243,14 @@ class TapeSizes:
                 shape, grid, n_slots, kept, page_tokens=page_tokens, max_pages=max_pages
             ),
         )
-        n_stages = (chip.shared_bytes - STATIC_BYTES - least.shared_bytes - 128) // (stage + GATES_BYTES)
-        if n_stages < LEAST_STAGES:
-            raise HardwareCannot(
-                f"a block of the persistent kernel has {chip.shared_bytes >> 10} kB of shared memory here, too little "
-                f"for {LEAST_STAGES} stages of {stage} bytes and {activations >> 10} kB of activations; use --mode loop"
-            )
-        return replace(least, n_stages=n_stages)
+        left = chip.shared_bytes - STATIC_BYTES - least.shared_bytes
+        most = max(0, left // stage)  # or one less, for the gates that they need
+        while most > 0 and least.with_stages(most).shared_bytes + STATIC_BYTES > chip.shared_bytes:
+            most -= 1
+        return least.with_stages(most)
+
+    def with_stages(self, n_stages: int) -> TapeSizes:
+        return replace(self, n_stages=n_stages)
 
     @property
     def n_threads(self) -> int:
@@ -265,8 +305,28 @@ def _items(shape: Shape, grid: TapeGrid, n_slots: int, kept_bytes: int) -> int:
     return min(ITEMS_AT_ONCE, LINES_BYTES // lines, -(-n_slots * shape.n_kv_heads * SPLITS // grid.n_blocks))
 
 
+class Traits(NamedTuple):
+    """What the kernel is compiled for of a model, beside its shape and its matrices."""
+
+    dtype: torch.dtype  # of activations, and of plain matrices
+    embedding: torch.dtype
+    has_bias: bool  # of q, k and v
+    qk_norm_eps: float | None  # None: q and k have no norm
+
+    @staticmethod
+    def of(model: Model) -> Traits:
+        attention = _layer(model, 0).attention
+        return Traits(
+            model.dtype,
+            model.embedding.dtype if isinstance(model.embedding, Tensor) else model.dtype,
+            attention.qkv.bias is not None,
+            None if attention.q_norm is None else attention.q_norm.eps,
+        )
+
+
 def shape_header(
-    model: Model,
+    shape: Shape,
+    traits: Traits,
     sizes: TapeSizes,
     n_tokens: int,
     kv_type: KVType,
@@ -274,8 +334,7 @@ def shape_header(
     activations: Activations,
 ) -> str:
     """`shape.h`: everything that the kernel is compiled for."""
-    s, grid = model.shape, sizes.grid
-    rope, attention = s.ropes[0], _layer(model, 0).attention
+    s, grid, rope = shape, sizes.grid, shape.ropes[0]
     assert rope is not None
     numbers: dict[str, object] = {
         "N_BLOCKS": grid.n_blocks,
@@ -299,7 +358,7 @@ def shape_header(
         "HEAD_WIDTH": s.head_width,
         "N_TOKENS": n_tokens,
         "NORM_EPS": _float(s.norm_eps),
-        "QK_NORM_EPS": _float(s.norm_eps if attention.q_norm is None else attention.q_norm.eps),
+        "QK_NORM_EPS": _float(s.norm_eps if traits.qk_norm_eps is None else traits.qk_norm_eps),
         "QUERY_SCALE": _float(s.query_scale),
         "ROPE_SETS": s.n_rope_sets,
         "ROPE_HALF": rope.width // 2,
@@ -307,11 +366,11 @@ def shape_header(
         "ROPE_AMPLITUDE": _float(rope.amplitude),
         "SPLITS": SPLITS,
         "LEAST_SPLIT": LEAST_SPLIT,
-        "ACTIVATION_BF16": int(model.dtype == torch.bfloat16),
+        "ACTIVATION_BF16": int(traits.dtype == torch.bfloat16),
         "KEPT": _TYPES[getattr(torch, KV_DTYPES[kv_type])],
-        "EMBEDDING_TYPE": _TYPES[model.embedding.dtype if isinstance(model.embedding, Tensor) else model.dtype],
-        "HAS_BIAS": int(attention.qkv.bias is not None),
-        "HAS_QK_NORM": int(attention.q_norm is not None),
+        "EMBEDDING_TYPE": _TYPES[traits.embedding],
+        "HAS_BIAS": int(traits.has_bias),
+        "HAS_QK_NORM": int(traits.qk_norm_eps is not None),
         **{f"HAS_WEIGHT_{weight_type.name}": int(weight_type in weight_types) for weight_type in WeightType},
         "WIDE": int(activations == "wide"),
         "DEADLINE_NS": f"{sizes.deadline_ns}LL",
@@ -364,7 +423,9 @@ class TapeStep:
         )
         self.partition = make_partition(matrices, self.sizes.grid)
         weight_types = {matrix.weight_type for matrix in matrices}
-        self.header = shape_header(model, self.sizes, n_tokens, kv_type, weight_types, activations)
+        self.header = shape_header(
+            model.shape, Traits.of(model), self.sizes, n_tokens, kv_type, weight_types, activations
+        )
         self.buffers = self._weights(model, sources, [name.endswith("qkv") for name, _ in named])
         between = self._between(model, tables.layout.vocab)
         self.buffers |= between

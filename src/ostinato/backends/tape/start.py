@@ -22,7 +22,7 @@ from ostinato.backends.tape.plan import Argument, TapeStep
 from ostinato.build import cubin
 from ostinato.errors import HardwareCannot
 from ostinato.loop.guard import Guard
-from ostinato.loop.layout import Tables
+from ostinato.loop.layout import Layout, Tables
 from ostinato.loop.plan import Plan
 from ostinato.loop.sources import source
 from ostinato.loop.start import next_executable
@@ -30,13 +30,13 @@ from ostinato.loop.start import next_executable
 SOURCES: Final = Path(__file__).parent / "src"
 
 
-def tape_headers(step: TapeStep, tables: Tables, page_tokens: int) -> dict[str, str]:
+def tape_headers(shape_header: str, layout: Layout, page_tokens: int) -> dict[str, str]:
     """What `tape.cu` includes, by name."""
     own = {path.name: path.read_text("utf-8") for path in sorted(SOURCES.glob("*.h"))}
     return own | {
         **{name: source(name) for name in ("step_boundary.h", "philox.h")},
-        "layout.h": tables.layout.header(page_tokens),
-        "shape.h": step.header,
+        "layout.h": layout.header(page_tokens),
+        "shape.h": shape_header,
     }
 
 
@@ -113,7 +113,7 @@ class TapeLoop(DevicePaced):
         device = Device(self.device.index or 0)
         device.set_current()
         sizes, chip = self._step.sizes, gpu.chip_of(self.device)
-        headers = tape_headers(self._step, self._tables, self._plan.page_tokens)
+        headers = tape_headers(self._step.header, self._tables.layout, self._plan.page_tokens)
         binary = tape_binary(headers, chip, self.defines)
         self._module = ObjectCode.from_cubin(binary)
         kernel = driver.CUkernel(int(self._module.get_kernel("tape").handle))
