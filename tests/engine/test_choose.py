@@ -11,7 +11,7 @@ from ostinato import options
 from ostinato.backends import cards
 from ostinato.backends.base import Settled
 from ostinato.backends.cuda.backend import WHY_NO_LOOP
-from ostinato.backends.machine import Chip, Machine
+from ostinato.backends.machine import SHARED_BYTES, Chip, Machine
 from ostinato.backends.native.backend import NATIVE
 from ostinato.backends.torch.backend import TORCH
 from ostinato.backends.torch.model import Model
@@ -132,11 +132,11 @@ def test_what_it_cannot_play_is_said_whoever_asks() -> None:
 
 def test_a_card_decides_too() -> None:
     model = small(shape_of())
-    old = replace(CARD, chip=replace(H200, capability=(8, 9)))
-    assert decided(model, old).why_not[0].endswith("this one has 8.9")
-    little = replace(CARD, chip=replace(H200, shared_bytes=64 << 10))
+    ada = replace(CARD, chip=Chip((8, 9), 128, SHARED_BYTES[8, 9]))
+    assert decided(model, ada, mode="persistent").mode == "persistent"
+    little = replace(CARD, chip=replace(H200, shared_bytes=48 << 10))
     (reason,) = decided(model, little).why_not
-    assert "64 kB of shared memory here, too little" in reason
+    assert "sm_90 has 49152; use --mode loop" in reason
     silent = replace(CARD, driver_cuda=None)
     settled = decided(model, silent)
     assert settled.mode == "graph"

@@ -1,4 +1,4 @@
-"""The two loaders of the whole kernel in the emulator: bulk copies, and 16-byte copies of a warp, give the same bytes."""
+"""The whole kernel in the emulator with either loader, bulk copies or a warp's 16-byte copies: the same bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ostinato.loop.host import OutEntry
 from ostinato.options import Sampling
 from tests.backends.tape.loop import tape_driver
 from tests.backends.tape.models import shape_of, small
-from tests.engine.rig import Driver
+from tests.engine.rig import GREEDY, Driver
 
 pytestmark = pytest.mark.slow
 
@@ -33,8 +33,7 @@ def opened(model: Model, capability: Capability, n_slots: int, seed: int, **how:
 def decoded(driver: Driver, n_rows: int) -> list[OutEntry]:
     """Every entry of the outbox, without its time: greedy and sampled rows, of different lengths."""
     for slot, prompt in enumerate(PROMPTS[:n_rows]):
-        sampling = {"sampling": WARM} if slot % 2 else {}
-        driver.admit(slot, prompt, most=4 + slot % 3, **sampling)
+        driver.admit(slot, prompt, most=4 + slot % 3, sampling=WARM if slot % 2 else GREEDY)
     driver.run()
     return [entry._replace(time_ns=0) for entry in driver.entries]
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato import build
+from ostinato.backends.machine import SHARED_BYTES, Capability, Chip
 from ostinato.errors import HardwareCannot
 from tests.backends.tape.emulator import DidNotEnd, Program, compiled, constants, headers_of, words
 
@@ -103,12 +104,30 @@ struct Stream {
     u64 n_chunks, n_stages, hasty;  // hasty: the reader does not wait for a stage to be empty
     u64* sums;
 };
-KERNEL(stream, Stream, all, THREADS) {
+// A chunk is requested by one thread, from the copy engine, or by a warp, which copies 16 bytes a lane.
+template <bool BULK>
+DEVICE void request(Ring* ring, char* stages, const char* from, u64 i, int stage) {
+    Gate* gate = &ring->full[stage];
+    if (BULK) {
+        if (i % 2) gate_expect(gate, CHUNK);
+        bulk_copy(stages + stage * CHUNK, from + i * CHUNK, CHUNK / 2, gate);
+        bulk_copy(stages + stage * CHUNK + CHUNK / 2, from + i * CHUNK + CHUNK / 2, CHUNK / 2, gate);
+        if (i % 2 == 0) gate_expect(gate, CHUNK);
+    } else {
+        for (int at = thread() % 32 * 16; at < CHUNK; at += 512) {
+            copy_16_bytes(stages + stage * CHUNK + at, from + i * CHUNK + at);
+        }
+        gate_arrive_copied(gate);
+    }
+}
+template <bool BULK>
+DEVICE void stream_by(const Stream& all) {
     Ring* ring = (Ring*)shared_memory();
     char* stages = shared_memory() + 128;
+    const bool reads = BULK ? thread() == N_COMPUTE_WARPS * 32 : thread() / 32 == N_COMPUTE_WARPS;
     if (thread() == 0) {
         for (u64 i = 0; i < all.n_stages; ++i) {
-            gate_init(&ring->full[i], 1);
+            gate_init(&ring->full[i], BULK ? 1 : 32);
             gate_init(&ring->empty[i], N_COMPUTE_WARPS);
         }
         gate_init_fence();
@@ -117,13 +136,10 @@ KERNEL(stream, Stream, all, THREADS) {
     const char* from = all.from + block() * all.n_chunks * CHUNK;
     for (u64 i = 0; i < all.n_chunks; ++i) {
         const int stage = (int)(i % all.n_stages), phase = (int)(i / all.n_stages) & 1;
-        if (thread() == N_COMPUTE_WARPS * 32) {
+        if (reads) {
             while (!all.hasty && !gate_passed(&ring->empty[stage], phase ^ 1)) {
             }
-            if (i % 2) gate_expect(&ring->full[stage], CHUNK);
-            bulk_copy(stages + stage * CHUNK, from + i * CHUNK, CHUNK / 2, &ring->full[stage]);
-            bulk_copy(stages + stage * CHUNK + CHUNK / 2, from + i * CHUNK + CHUNK / 2, CHUNK / 2, &ring->full[stage]);
-            if (i % 2 == 0) gate_expect(&ring->full[stage], CHUNK);
+            request<BULK>(ring, stages, from, i, stage);
         } else if (thread() < N_COMPUTE_WARPS * 32) {
             while (!gate_passed(&ring->full[stage], phase)) {
             }
@@ -137,7 +153,7 @@ KERNEL(stream, Stream, all, THREADS) {
             if (thread() % 32 == 0) gate_arrive(&ring->empty[stage]);
         }
     }
-    if (thread() == N_COMPUTE_WARPS * 32) {
+    if (reads) {
         for (u64 i = 0; i < all.n_stages; ++i) {  // all that was asked for has come
             const u64 last = all.n_chunks - 1 - (all.n_chunks - 1 - i) % all.n_stages;
             while (!gate_passed(&ring->full[i], (int)(last / all.n_stages) & 1)) {
@@ -145,6 +161,23 @@ KERNEL(stream, Stream, all, THREADS) {
         }
     }
 }
+KERNEL(stream, Stream, all, THREADS) { stream_by<true>(all); }
+KERNEL(stream_16_bytes, Stream, all, THREADS) { stream_by<false>(all); }
+KERNEL(runs_away_16_bytes, Stream, all, THREADS) {
+    Gate* gate = (Gate*)shared_memory();
+    if (thread() > 0) return;
+    gate_init(gate, 1);
+    copy_16_bytes(shared_memory() + 128, all.from);
+    if (all.hasty) gate_arrive(gate);  // which does not wait for copies
+    else gate_arrive_copied(gate);
+}
+KERNEL(too_many_copied, Words, all, THREADS) {
+    Gate* gate = (Gate*)shared_memory();
+    if (thread() == 0) gate_init(gate, 2);
+    sync_block();
+    if (thread() < 1 + (int)all.n) gate_arrive_copied(gate);
+}
+KERNEL(not_aligned, Stream, all, THREADS) { copy_16_bytes(shared_memory() + 8, all.from); }
 KERNEL(runs_away, Stream, all, THREADS) {
     Gate* gate = (Gate*)shared_memory();
     if (thread() == 0) {
@@ -406,39 +439,47 @@ CHUNK = 1536
 RING_BYTES = 128 + 8 * CHUNK
 
 
-def streamed(program: Program, n_chunks: int, n_stages: int, *, hasty: bool, seed: int) -> bool:
+STREAMS = ("stream", "stream_16_bytes")
+
+
+def streamed(program: Program, kernel: str, n_chunks: int, n_stages: int, *, hasty: bool, seed: int) -> bool:
     """Whether every compute warp saw every chunk as it was sent."""
     n_blocks, compute_warps = 2, 32 * N_COMPUTE_WARPS
     data = np.random.default_rng(seed).integers(0, 256, (n_blocks, n_chunks, CHUNK), np.uint8)
     sums = np.zeros((n_blocks, n_chunks, compute_warps), np.uint64)
     given = words(data, n_chunks, n_stages, int(hasty), sums)
-    program.run("stream", given, n_blocks=n_blocks, shared_bytes=RING_BYTES, seed=seed)
+    program.run(kernel, given, n_blocks=n_blocks, shared_bytes=RING_BYTES, seed=seed)
     expected = data.reshape(n_blocks, n_chunks, -1, compute_warps).sum(axis=2, dtype=np.uint64)
     return bool((sums == expected).all())
 
 
+@pytest.mark.parametrize("kernel", STREAMS)
 @settings(deadline=None, max_examples=40)
 @given(n_chunks=st.integers(8, 40), n_stages=st.integers(1, 8), seed=st.integers(0, 2**32))
-def test_a_ring_of_gates_hands_over_every_byte(program: Program, n_chunks: int, n_stages: int, seed: int) -> None:
-    assert streamed(program, n_chunks, n_stages, hasty=False, seed=seed)
+def test_a_ring_of_gates_hands_over_every_byte(
+    program: Program, kernel: str, n_chunks: int, n_stages: int, seed: int
+) -> None:
+    assert streamed(program, kernel, n_chunks, n_stages, hasty=False, seed=seed)
 
 
-def test_a_reader_that_waits_for_nobody_is_found_out(program: Program) -> None:
+@pytest.mark.parametrize("kernel", STREAMS)
+def test_a_reader_that_waits_for_nobody_is_found_out(program: Program, kernel: str) -> None:
     def good(seed: int) -> bool:
         try:
-            return streamed(program, 30, 2, hasty=True, seed=seed)
+            return streamed(program, kernel, 30, 2, hasty=True, seed=seed)
         except DidNotEnd as error:
             return "more arrivals" not in str(error) and "limit" not in str(error)
 
     assert not all(good(seed) for seed in range(10))
 
 
-def test_a_block_that_ends_before_its_copies_is_told(program: Program) -> None:
+@pytest.mark.parametrize(("kernel", "hasty"), [("runs_away", 0), ("runs_away_16_bytes", 0), ("runs_away_16_bytes", 1)])
+def test_a_block_that_ends_before_its_copies_is_told(program: Program, kernel: str, hasty: int) -> None:
     data = np.zeros(4096, np.uint8)
     told = 0
     for seed in range(10):
         try:
-            program.run("runs_away", words(data, 0, 0, 0, 0), shared_bytes=RING_BYTES, seed=seed)
+            program.run(kernel, words(data, 0, 0, hasty, 0), shared_bytes=RING_BYTES, seed=seed)
         except DidNotEnd as error:
             told += "block 0 ends before its copies" in str(error)
     assert told > 0
@@ -451,6 +492,8 @@ def test_a_block_that_ends_before_its_copies_is_told(program: Program) -> None:
         ("unmade", 4096, 1, "was not made by gate_init"),
         ("unmade", 4096, 512, "the gate is not in the block's shared memory"),
         ("too_many", 4096, 2, "more arrivals"),
+        ("too_many_copied", 4096, 2, "more arrivals"),
+        ("not_aligned", 4096, 0, "not 16-byte aligned"),
     ],
 )
 def test_gates_and_copies_that_the_card_would_not_take_are_told(
@@ -552,7 +595,7 @@ def test_the_host_plays_along_in_another_thread(program: Program) -> None:
 def test_several_grids_run_in_several_threads(program: Program) -> None:
     good: list[bool] = []
     runs = [
-        threading.Thread(target=lambda i=i: good.append(streamed(program, 20, 3, hasty=False, seed=i)))
+        threading.Thread(target=lambda i=i: good.append(streamed(program, "stream", 20, 3, hasty=False, seed=i)))
         for i in range(4)
     ]
     for run in runs:
@@ -620,18 +663,22 @@ def test_numbers_and_bits_are_those_of_the_book(program: Program) -> None:
 
 
 @pytest.mark.slow  # compiles
-def test_every_primitive_runs_on_the_cpu() -> None:
-    program = compiled(EVERYTHING, "everything.cpp", headers={"shape.h": constants(N_COMPUTE_WARPS=1)})
+@pytest.mark.parametrize("bulk", [1, 0])
+def test_every_primitive_runs_on_the_cpu(bulk: int) -> None:
+    shape = constants(N_COMPUTE_WARPS=1, BULK_COPIES=bulk)
+    program = compiled(EVERYTHING, "everything.cpp", headers={"shape.h": shape})
     places, data, numbers = zeros(64), np.ones(256, np.uint8), np.zeros(32, np.float32)
     program.run("every_primitive", words(places, data, numbers, np.zeros(2, np.uint32)), shared_bytes=1024)
     assert places[8] == 64
 
 
-def test_every_primitive_compiles_for_the_card() -> None:
-    shape = {"shape.h": constants(N_COMPUTE_WARPS=1)}
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_every_primitive_compiles_for_every_chip(capability: Capability) -> None:
+    chip = Chip(capability, 1, SHARED_BYTES[capability])
+    shape = {"shape.h": constants(N_COMPUTE_WARPS=1, BULK_COPIES=int(chip.has_bulk_copies))}
     headers = {name: text for name, text in headers_of(EVERYTHING, shape).items() if name != "machine_cpu.h"}
     try:
-        binary = build.cubin(EVERYTHING, "everything.cu", arch="sm_90", headers=headers)
+        binary = build.cubin(EVERYTHING, "everything.cu", arch=chip.exact_arch, headers=headers)
     except HardwareCannot as error:
         pytest.skip(f"nothing was compiled for CUDA: {error}")
     assert b"every_primitive" in binary

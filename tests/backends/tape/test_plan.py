@@ -20,7 +20,6 @@ from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.tape.backend import HEAD_WIDTHS
 from ostinato.backends.tape.partition import Segment, TapeGrid, TapeMatrix, WeightType, padded_columns
 from ostinato.backends.tape.plan import (
-    GATES_BYTES,
     IN_FLIGHT_BYTES,
     ITEM_BYTES,
     ITEMS_AT_ONCE,

@@ -480,7 +480,9 @@ def test_the_loader_changes_no_bit(shape: Shape, weight_type: WeightType) -> Non
     steps = [(1, 0), (3, 2), (8, 0)]
     rows, weight_types = rows_of(shape, 6), (weight_type,) * len(SEGMENTS)
     bulk = play(model(shape, weight_types, 6), rows, steps, seed=1)
-    assert np.array_equal(play(model(other, weight_types, 6), rows, steps, seed=2).view(np.uint32), bulk.view(np.uint32))
+    assert np.array_equal(
+        play(model(other, weight_types, 6), rows, steps, seed=2).view(np.uint32), bulk.view(np.uint32)
+    )
 
 
 def test_lifted_weights_give_the_same_bits() -> None:

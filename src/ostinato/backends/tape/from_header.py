@@ -47,9 +47,7 @@ def tape_build(
     """Raises HardwareCannot where the chip's shared memory is too small for `n_slots`."""
     page, matrices = PAGE_TOKENS["cuda"], matrices_of(shape, tensors, packed=packed)
     layout = Layout(n_slots, -(-context // page), shape.vocab)
-    sizes = TapeSizes.of(
-        shape, matrices, n_slots, chip, kv_type=kv_type, page_tokens=page, max_pages=layout.max_pages
-    )
+    sizes = TapeSizes.of(shape, matrices, n_slots, chip, kv_type=kv_type, page_tokens=page, max_pages=layout.max_pages)
     has_bias = any(name.startswith("blk.0.attn_") and name.endswith(".bias") for name in tensors)
     qk_norm_eps = shape.norm_eps if "blk.0.attn_q_norm.weight" in tensors else None
     traits = Traits(dtype, dtype, has_bias, qk_norm_eps)
