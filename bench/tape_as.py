@@ -1,0 +1,129 @@
+"""The persistent kernel as if on other chips: does it give the same bits as the card's own variant, and how fast is it?
+
+    python -m bench.tape_as [--as sm_80 --as sm_89] [--bits-only]
+
+Each chip has children of its own with OSTINATO_CHIP set: the kernel is made for that chip, with its loader and its
+ring, and assembled for the card that is there. The same tokens are fed to all of them step by step, over keys and
+values that begin as zeros, so that the digest of the logits depends on this kernel alone. Then decode is measured, one
+child at a time. It exits with 1 where bits differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any, Final
+
+import torch
+
+from bench.gpu_models import TAPE, kv_type_of, model_on, settled_for
+from bench.gpu_speed import Meter
+from ostinato.backends.machine import PRETENDED
+from ostinato.engine.driver import LoopDriver
+from ostinato.engine.engine import Engine
+from ostinato.engine.open import open_runner
+from ostinato.lab.bench import read_bandwidth
+
+OWN: Final = "own"
+# Shape, type, slots: together every type of weights.
+BITS: Final = (
+    *(("tiny", type, 8) for type in ("bf16", "f16", "q4_k_m", "q5_k", "q6_k", "q8_0")),
+    ("smollm2-135m", "bf16", 3),
+    ("llama-1b", "q4_k_m", 1),
+)
+# As many slots of 8B as 99 KB of shared memory have room for.
+SPEED: Final = (("llama-1b", "bf16", 8), ("llama-1b", "q4_k_m", 8), ("llama-8b", "q4_k_m", 4))
+N_STEPS, DEPTH, CONTEXT, AT_ONCE = 48, 500, 2048, 6
+
+
+def digest(driver: LoopDriver, n_rows: int, vocab: int) -> str:
+    """Of the logits of so many rows over N_STEPS steps, whose tokens are given."""
+    runner = driver.runner
+    for slot in range(n_rows):
+        driver.admit(slot, [slot + 1], most=N_STEPS + 2)
+    driver.step()  # admits
+    driver.synchronize()
+    assert runner.memory.kv is not None
+    for half in (*runner.memory.kv.keys.values(), *runner.memory.kv.values.values()):
+        half.values.zero_()
+    total = hashlib.sha256()
+    for step in range(N_STEPS):
+        tokens = torch.tensor([(7 * step + 13 * row + 3) % vocab for row in range(n_rows)])
+        runner.tables.table["token"][:n_rows].copy_(tokens)
+        driver.synchronize()
+        driver.step()
+        driver.synchronize()
+        total.update(runner.plan.buffer("logits").tensor[:n_rows].cpu().numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
+def bits(name: str, type: str, n_slots: int) -> dict[str, Any]:
+    model = model_on(name, type, "cuda")
+    settled = settled_for(model, TAPE, n_slots=n_slots, context=512, kv_type=kv_type_of(type))
+    with closing(LoopDriver(open_runner(model, settled))) as driver:
+        sizes = driver.runner.start._step.sizes  # type: ignore[attr-defined]  # of a TapeLoop
+        found = digest(driver, n_slots, model.shape.vocab)
+    return {"digest": found, "stages": sizes.n_stages, "bulk_copies": sizes.variant.bulk_copies}
+
+
+def speed(name: str, type: str, n_slots: int) -> dict[str, Any]:
+    bandwidth, model = read_bandwidth("cuda"), model_on(name, type, "cuda")
+    settled = settled_for(model, TAPE, n_slots=n_slots, context=CONTEXT, kv_type=kv_type_of(type))
+    with Engine(model, settled) as engine:
+        meter = Meter(model, type, bandwidth, DEPTH)
+        figures = {batch: meter.decode(engine, batch, 256) for batch in (1, n_slots)}
+    return {f"tok_s of {batch}": round(figure["tok_s"]) for batch, figure in figures.items()}
+
+
+WORKS: Final = {"bits": bits, "speed": speed}
+
+
+def child(chip: str, work: str, case: Sequence[Any]) -> dict[str, Any]:
+    """What a process says that takes the card for that chip."""
+    environment = dict(os.environ) if chip == OWN else {**os.environ, PRETENDED: chip}
+    asked = [sys.executable, "-m", "bench.tape_as", "--child", json.dumps([work, *case])]
+    done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return {"error": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def compare(chips: Sequence[str]) -> bool:
+    """Whether all chips have the digest of the card's own variant, for every case."""
+    cases = [(chip, case) for case in BITS for chip in chips]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found = list(pool.map(lambda one: child(one[0], "bits", one[1]), cases))
+    told = dict(zip(cases, found, strict=True))
+    for (chip, case), said in told.items():
+        same = "digest" in said and said["digest"] == told[OWN, case].get("digest")
+        print("same " if same else "OTHER", *case, chip, json.dumps(said), flush=True)
+    return all("digest" in said and said["digest"] == told[OWN, case].get("digest") for (_, case), said in told.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--as", dest="chips", metavar="CHIP", action="append", help="sm_80, sm_86 or sm_89")
+    parser.add_argument("--bits-only", action="store_true", help="no speed")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.child is not None:
+        work, *case = json.loads(asked.child)
+        print(json.dumps(WORKS[work](*case)))
+        return
+    chips = [OWN, *(asked.chips or ["sm_80", "sm_89"])]
+    same = compare(chips)
+    for case in () if asked.bits_only else SPEED:
+        for chip in chips:
+            print("speed", *case, chip, json.dumps(child(chip, "speed", case)), flush=True)
+    sys.exit(0 if same else 1)
+
+
+if __name__ == "__main__":
+    main()
