@@ -1,15 +1,24 @@
-"""What the compiler says of a kernel of the tape: registers, the stack, what was spilled, shared memory."""
+"""What the assembler says of a kernel of the tape: registers, what was spilled, shared memory.
+
+Its PTX is made by NVRTC and assembled by ptxas, of the machine or of Triton's wheel: the driver does the same.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
 from ostinato import build
 from ostinato.backends.tape.from_header import TapeBuild
 from ostinato.backends.tape.start import tape_source
+from ostinato.errors import HardwareCannot
 
-WARPS_A_PARTITION = 4  # a multiprocessor has four partitions, which take warps in turn
+PARTITIONS = 4  # of a multiprocessor, which take warps in turn
 REGISTERS_A_PARTITION = 16_384
 
 
@@ -20,23 +29,29 @@ class Resources(NamedTuple):
     static_bytes: int  # of shared memory
 
 
-def resources_of(made: TapeBuild) -> Resources:
-    """Compiles it; raises HardwareCannot where there is no NVRTC."""
-    from cuda.bindings import nvrtc
+def assembler() -> str:
+    """The newest ptxas; raises HardwareCannot where there is none."""
+    triton = importlib.util.find_spec("triton")
+    folders = [
+        Path(folder) / "backends" / "nvidia" / "bin" for folder in (triton and triton.submodule_search_locations) or ()
+    ]
+    for name, path in (*(("ptxas-blackwell", str(folder)) for folder in folders), ("ptxas", None)):
+        if found := shutil.which(name, path=path):
+            return found
+    raise HardwareCannot("no ptxas: it comes with triton, or with the CUDA toolkit")
 
-    build._nvrtc_version()
-    names, texts = [name.encode() for name in made.headers], [text.encode() for text in made.headers.values()]
-    given = [f"--gpu-architecture={made.chip.exact_arch}", "--std=c++17", "--fmad=false", "--ptxas-options=-v"]
-    options = [option.encode() for option in given]
-    program = build._asked(nvrtc.nvrtcCreateProgram(tape_source().encode(), b"tape.cu", len(names), texts, names))
-    try:
-        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        log = bytearray(build._asked(nvrtc.nvrtcGetProgramLogSize(program)))
-        build._asked(nvrtc.nvrtcGetProgramLog(program, log))
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-    text = log.decode("utf-8", "replace")
-    assert result == nvrtc.nvrtcResult.NVRTC_SUCCESS, text
+
+def resources_of(made: TapeBuild) -> Resources:
+    """Compiles it; raises HardwareCannot where there is no NVRTC or no ptxas."""
+    variant, ptxas = made.sizes.variant, assembler()
+    ptx = build.cubin(tape_source(), "tape.cu", headers=made.headers, arch=variant.arch, fused=False, as_ptx=True)
+    arch = variant.arch if variant.move_registers else made.chip.arch
+    with tempfile.TemporaryDirectory() as folder:
+        (source := Path(folder) / "tape.ptx").write_bytes(ptx.rstrip(b"\0"))
+        asked = [ptxas, "-v", f"-arch={arch}", "-o", str(Path(folder) / "tape.cubin"), str(source)]
+        done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
     registers, shared = re.search(r"Used (\d+) registers", text), re.search(r"(\d+) bytes smem", text)
     assert spills, text
@@ -51,5 +66,5 @@ def resources_of(made: TapeBuild) -> Resources:
 
 def fits_registers(n_threads: int, registers: int) -> bool:
     """Whether the warps of a block find registers in each partition, of which one may have a warp more."""
-    warps = -(-n_threads // 32 // WARPS_A_PARTITION)
+    warps = -(-(n_threads // 32) // PARTITIONS)
     return warps * 32 * registers <= REGISTERS_A_PARTITION

@@ -88,8 +88,10 @@ def test_the_whole_kernel_compiles_for_the_card(
 CARDS: dict[Capability, int] = {(8, 0): 108, (8, 6): 82, (8, 9): 128, (9, 0): 132, (10, 0): 148, (12, 0): 170}
 SHAPES = ("smollm2-135m", "llama-1b", "llama-8b")
 TYPES = ("bf16", "q4_k_m", "q5_k", "q6_k", "q8_0")  # together every type of the tape
-# Bytes that the compiler spilled at most, of all functions (docs/tape.md): loads, as the source has them.
-SPILLED = {(8, 0): 1100, (8, 6): 1200, (8, 9): 1200, (9, 0): 0, (10, 0): 2400, (12, 0): 2800}
+# Bytes that the compiler spilled at most (docs/tape.md). Columns of SmolLM2 do not fill whole chunks, which takes more
+# registers with packed weights.
+SPILLED: dict[Capability, int] = {(8, 0): 512, (8, 6): 512, (8, 9): 512, (9, 0): 0, (10, 0): 512, (12, 0): 512}
+SPILLED_FOR_SMOLLM2 = 1536
 
 
 def chip_of(capability: Capability) -> Chip:
@@ -126,11 +128,12 @@ def check_compiles(name: str, type: str, capability: Capability) -> None:
     try:
         used = resources_of(made)
     except HardwareCannot as error:
-        pytest.skip(f"the tape was not compiled for {made.chip.exact_arch}: {error}")
-    print(f"{name} {type} {made.chip.exact_arch}: {made.sizes.n_slots} slots, {made.sizes.n_stages} stages, {used}")
+        pytest.skip(f"the tape was not compiled for {made.chip.arch}: {error}")
+    print(f"{name} {type} {made.chip.arch}: {made.sizes.n_slots} slots, {made.sizes.n_stages} stages, {used}")
     assert used.static_bytes <= STATIC_BYTES
     assert fits_registers(made.sizes.n_threads, used.registers)
-    assert used.loaded_bytes <= SPILLED[capability]
+    allowed = SPILLED[capability] + (SPILLED_FOR_SMOLLM2 if name == "smollm2-135m" else 0)
+    assert used.stored_bytes <= allowed
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from tests.engine.rig import GREEDY, Driver
 
 pytestmark = pytest.mark.slow
 
-HOPPER, AMPERE, ADA = (9, 0), (8, 0), (8, 9)
+HOPPER, AMPERE, ADA, BLACKWELL = (9, 0), (8, 0), (8, 9), (12, 0)
 PACKABLE = shape_of(hidden=256, ff_width=256)
 WARM = Sampling(temperature=0.9, top_k=30, top_p=0.95, seed=5)
 PROMPTS = ([5, 9, 33, 7], [120], [1, 2, 3, 4, 5, 6, 7, 8, 9], [40], [41, 7], [9] * 20, [3, 3], [77])
@@ -56,7 +56,7 @@ def check_same_bytes(model: Model, n_rows: int, capabilities: Sequence[Capabilit
 
 @pytest.mark.parametrize("n_rows", [1, 3, 8])
 def test_plain_weights_give_the_same_bytes(n_rows: int) -> None:
-    check_same_bytes(small(PACKABLE), n_rows, (HOPPER, AMPERE, ADA))
+    check_same_bytes(small(PACKABLE), n_rows, (HOPPER, AMPERE, ADA, BLACKWELL))
 
 
 @pytest.mark.parametrize("mix", ["q4_0", "q4_k_m", "q5_k", "q6_k", "q8_0"])

@@ -15,8 +15,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.cuda.packed import Packed
+from ostinato.backends.machine import SHARED_BYTES, Capability, Chip
 from ostinato.backends.tape.backend import HEAD_WIDTHS
 from ostinato.backends.tape.partition import Segment, TapeGrid, TapeMatrix, WeightType, padded_columns
 from ostinato.backends.tape.plan import (
@@ -35,6 +35,7 @@ from ostinato.backends.tape.plan import (
     TapeSizes,
     TapeStep,
     Traits,
+    Variant,
     attention_bytes,
     shape_header,
     sources_of,
@@ -303,6 +304,24 @@ def test_a_card_with_little_shared_memory_is_told_what_was_asked() -> None:
 
 
 PAGED: dict[str, Any] = {"kv_type": "bf16", "page_tokens": 64, "max_pages": 4}
+
+
+@pytest.mark.parametrize(
+    ("capability", "pretended", "expected"),
+    [
+        ((8, 0), False, Variant(False, False, True, "sm_80", as_ptx=False)),
+        ((8, 9), False, Variant(False, False, True, "sm_89", as_ptx=False)),
+        ((8, 9), True, Variant(False, False, True, "sm_89", as_ptx=True)),
+        ((9, 0), False, Variant(True, True, False, "sm_90a", as_ptx=False)),
+        ((9, 0), True, Variant(True, False, False, "sm_90", as_ptx=True)),
+        ((10, 0), False, Variant(True, False, True, "sm_90", as_ptx=True)),
+        ((12, 1), False, Variant(True, False, True, "sm_90", as_ptx=True)),
+    ],
+)
+def test_the_chip_decides_the_variant(capability: Capability, pretended: bool, expected: Variant) -> None:
+    chip = Chip(capability, 84, SHARED_BYTES[capability], (12, 1) if pretended else None)
+    assert Variant.of(chip) == expected
+    assert expected.loader_threads == (128 if expected.move_registers else 32)
 
 
 # --- the step and its plan ---

@@ -28,7 +28,7 @@ class TapeBuild(NamedTuple):
     chip: Chip
 
     def binary(self) -> bytes:
-        """A cubin for `chip.exact_arch`; PTX where OSTINATO_CHIP named the chip."""
+        """A cubin or PTX, as `sizes.variant` says."""
         return tape_binary(self.headers, self.chip, {})
 
 

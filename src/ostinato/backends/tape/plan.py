@@ -16,9 +16,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.scratch import scratch_elements
+from ostinato.backends.machine import Chip, arch_of
 from ostinato.backends.tape.pack import TapeSource, source_of, tape_of, why_not_packed
 from ostinato.backends.tape.partition import (
     Segment,
@@ -57,7 +57,8 @@ REGISTERS_MOVE_BY: Final = 128  # threads: four warps
 QKV_SEGMENTS: Final = 3
 SEGMENTS_A_LAYER: Final = QKV_SEGMENTS + 3
 LEAST_STAGES: Final = 2
-SUBNORMALS_TESTED: Final = frozenset({(9, 0)})  # chips on which tensor cores multiplied subnormal bfloat16 exactly
+HOPPER: Final = (9, 0)
+SUBNORMALS_TESTED: Final = frozenset({HOPPER})  # chips on which tensor cores multiplied subnormal bfloat16 exactly
 SLAB_COLUMNS: Final = 256  # of each compute warp: the least that a product takes of rows at once
 GATES_BYTES: Final = 16  # of a stage: when it is full, and when it is empty
 ROW_PADDING: Final = 8  # elements between two rows of activations
@@ -134,16 +135,24 @@ def without_matrices_on(model: Model, device: torch.device) -> Model:
 
 
 class Variant(NamedTuple):
-    """What the kernel is compiled with because of the chip; no bit of a result depends on it."""
+    """What the kernel is compiled with because of the chip; the order of sums depends on none of it."""
 
     bulk_copies: bool  # the loader is one thread that asks the copy engine, or a warp that copies 16 bytes a lane
     move_registers: bool  # from the loader's warps to the compute warps
     lift_weights: bool  # no operand of a tensor core is a subnormal bfloat16
+    arch: str  # that NVRTC compiles for
+    as_ptx: bool  # which the driver assembles, in place of a binary
 
     @staticmethod
     def of(chip: Chip) -> Variant:
-        since_hopper = chip.has_bulk_copies  # both are
-        return Variant(since_hopper, since_hopper, chip.capability not in SUBNORMALS_TESTED)
+        """Registers move only in code for one chip, and that is made for HOPPER. Newer chips get what it has in common
+        with them: NVRTC 13.0 spills four times as much where it compiles for them (docs/tape.md)."""
+        lift = chip.capability not in SUBNORMALS_TESTED
+        if not chip.has_bulk_copies:
+            return Variant(False, False, lift, chip.arch, chip.is_pretended)
+        if chip.capability == HOPPER and not chip.is_pretended:
+            return Variant(True, True, lift, chip.exact_arch, False)
+        return Variant(True, False, lift, arch_of(HOPPER), True)
 
     @property
     def loader_threads(self) -> int:

@@ -18,7 +18,7 @@ from ostinato.backends import cards
 from ostinato.backends.cuda import gpu
 from ostinato.backends.cuda.start import DevicePaced, EventWork
 from ostinato.backends.machine import Chip
-from ostinato.backends.tape.plan import Argument, TapeStep
+from ostinato.backends.tape.plan import Argument, TapeStep, Variant
 from ostinato.build import cubin
 from ostinato.errors import HardwareCannot
 from ostinato.loop.guard import Guard
@@ -45,16 +45,18 @@ def tape_source() -> str:
 
 
 def tape_binary(headers: Mapping[str, str], chip: Chip, defines: Mapping[str, int]) -> bytes:
-    """The kernel, compiled. Nothing is fused by the compiler's choice: a row's bits must not depend on which of several
-    loops it goes through, nor on the number of slots that the kernel was compiled for (E-80)."""
+    """The kernel, compiled: a cubin, or PTX (`Variant`). Nothing is fused by the compiler's choice: a row's bits must
+    not depend on which of several loops it goes through, nor on the number of slots that the kernel was compiled for
+    (E-80)."""
+    variant = Variant.of(chip)
     return cubin(
         tape_source(),
         "tape.cu",
         headers=headers,
-        arch=chip.exact_arch,
+        arch=variant.arch,
         defines=defines,
         fused=False,
-        as_ptx=chip.is_pretended,
+        as_ptx=variant.as_ptx,
     )
 
 
