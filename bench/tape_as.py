@@ -1,9 +1,9 @@
 """The persistent kernel as if on other chips: does it give the same bits as the card's own variant, and how fast is it?
 
-    python -m bench.tape_as [--as sm_80 --as sm_89] [--bits-only]
+    python -m bench.tape_as [--as sm_80 --as sm_89 --as sm_90] [--bits-only]
 
 Each chip has children of its own with OSTINATO_CHIP set: the kernel is made for that chip, with its loader and its
-ring, and assembled for the card that is there. The same tokens are fed to all of them step by step, over keys and
+ring, and assembled for the card that is there. As sm_90 it is what chips newer than Hopper get. The same tokens are fed to all of them step by step, over keys and
 values that begin as zeros, so that the digest of the logits depends on this kernel alone. Then decode is measured, one
 child at a time. It exits with 1 where bits differ.
 """
@@ -32,6 +32,7 @@ from ostinato.engine.open import open_runner
 from ostinato.lab.bench import read_bandwidth
 
 OWN: Final = "own"
+CHIPS: Final = ("sm_80", "sm_89", "sm_90")
 # Shape, type, slots: together every type of weights.
 BITS: Final = (
     *(("tiny", type, 8) for type in ("bf16", "f16", "q4_k_m", "q5_k", "q6_k", "q8_0")),
@@ -109,7 +110,9 @@ def compare(chips: Sequence[str]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--as", dest="chips", metavar="CHIP", action="append", help="sm_80, sm_86 or sm_89")
+    parser.add_argument(
+        "--as", dest="chips", metavar="CHIP", action="append", help="all of sm_80, sm_89 and sm_90 if none"
+    )
     parser.add_argument("--bits-only", action="store_true", help="no speed")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -117,7 +120,7 @@ def main() -> None:
         work, *case = json.loads(asked.child)
         print(json.dumps(WORKS[work](*case)))
         return
-    chips = [OWN, *(asked.chips or ["sm_80", "sm_89"])]
+    chips = [OWN, *(asked.chips or CHIPS)]
     same = compare(chips)
     for case in () if asked.bits_only else SPEED:
         for chip in chips:
