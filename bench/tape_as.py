@@ -3,9 +3,9 @@
     python -m bench.tape_as [--as sm_80 --as sm_89 --as sm_90] [--bits-only]
 
 Each chip has children of its own with OSTINATO_CHIP set: the kernel is made for that chip, with its loader and its
-ring, and assembled for the card that is there. As sm_90 it is what chips newer than Hopper get. The same tokens are fed to all of them step by step, over keys and
-values that begin as zeros, so that the digest of the logits depends on this kernel alone. Then decode is measured, one
-child at a time. It exits with 1 where bits differ.
+ring, and assembled for the card that is there. As sm_90 it is what chips newer than Hopper get. The same tokens are fed
+to all of them step by step, over keys and values that begin as zeros, so that the digest of the logits depends on this
+kernel alone. Then decode is measured, one child at a time. It exits with 1 where bits differ.
 """
 
 from __future__ import annotations
