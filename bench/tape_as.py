@@ -1,6 +1,6 @@
 """The persistent kernel as if on other chips: does it give the same bits as the card's own variant, and how fast is it?
 
-    python -m bench.tape_as [--as sm_80 --as sm_89 --as sm_90] [--bits-only]
+    python -m bench.tape_as [--as sm_80 --as sm_89 --as sm_90] [--only bits|speed]
 
 Each chip has children of its own with OSTINATO_CHIP set: the kernel is made for that chip, with its loader and its
 ring, and assembled for the card that is there. As sm_90 it is what chips newer than Hopper get. The same tokens are fed
@@ -41,7 +41,7 @@ BITS: Final = (
 )
 # As many slots of 8B as 99 KB of shared memory have room for.
 SPEED: Final = (("llama-1b", "bf16", 8), ("llama-1b", "q4_k_m", 8), ("llama-8b", "q4_k_m", 4))
-N_STEPS, DEPTH, CONTEXT, AT_ONCE = 48, 500, 2048, 6
+N_STEPS, DEPTH, CONTEXT, AT_ONCE = 48, 500, 2048, 12
 
 
 def digest(driver: LoopDriver, n_rows: int, vocab: int) -> str:
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument(
         "--as", dest="chips", metavar="CHIP", action="append", help="all of sm_80, sm_89 and sm_90 if none"
     )
-    parser.add_argument("--bits-only", action="store_true", help="no speed")
+    parser.add_argument("--only", choices=WORKS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child is not None:
@@ -121,8 +121,8 @@ def main() -> None:
         print(json.dumps(WORKS[work](*case)))
         return
     chips = [OWN, *(asked.chips or CHIPS)]
-    same = compare(chips)
-    for case in () if asked.bits_only else SPEED:
+    same = asked.only == "speed" or compare(chips)
+    for case in () if asked.only == "bits" else SPEED:
         for chip in chips:
             print("speed", *case, chip, json.dumps(child(chip, "speed", case)), flush=True)
     sys.exit(0 if same else 1)
