@@ -188,7 +188,7 @@ def test_a_model_that_needs_fewer_slots_on_a_card_is_told_how_many() -> None:
     tensors = RandomFile(shape, "bf16").tensors
     card = replace(CARD, chip=Chip((8, 9), 128, SHARED_BYTES[8, 9]))
     reason = TAPE.why_not("persistent", shape, tensors, LoadOptions(slots=8, context=8192), card)
-    found = re.search(r"for 8 slots of this model .* and sm_89 has 101376; use --slots (\d), with which", reason or "")
+    found = re.search(r"with --slots 8 .* and sm_89 has 101376; use --slots (\d), with which", reason or "")
     assert found is not None, reason
     fits = int(found[1])
     assert 1 <= fits < 8

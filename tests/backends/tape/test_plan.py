@@ -298,7 +298,7 @@ def test_every_shape_fits_a_block_with_three_stages_or_is_refused(
 
 def test_a_card_with_little_shared_memory_is_told_what_was_asked() -> None:
     model = small(shape_of(hidden=2048, ff_width=2048))
-    says = r"needs \d+ bytes .* for 1 slots .*2 stages of 16384 bytes, 32768 of .* sm_90 has 49152; use --mode loop$"
+    says = r"needs \d+ bytes .* with --slots 1 .*2 stages of 16384 bytes, 32768 of .* sm_90 has 49152; use --mode loop$"
     with pytest.raises(HardwareCannot, match=says):
         TapeSizes.of(model.shape, matrices_of(model), 1, replace(H200, shared_bytes=48 << 10), **PAGED)
 

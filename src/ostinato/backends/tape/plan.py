@@ -207,9 +207,9 @@ class TapeSizes:
         least = sizes.with_stages(LEAST_STAGES).shared_bytes + STATIC_BYTES
         fewer = next((n for n in range(n_slots - 1, 0, -1) if sizes_of(n).n_stages >= LEAST_STAGES), None)
         raise HardwareCannot(
-            f"a block of the persistent kernel needs {least} bytes of shared memory for {n_slots} slots of this model "
-            f"({LEAST_STAGES} stages of {sizes.stage_bytes} bytes, {sizes.activation_bytes} of activations, the rest "
-            f"for sums and tables), and {chip.arch} has {chip.shared_bytes}; use "
+            f"a block of the persistent kernel needs {least} bytes of shared memory for this model with --slots "
+            f"{n_slots} ({LEAST_STAGES} stages of {sizes.stage_bytes} bytes, {sizes.activation_bytes} of activations, "
+            f"the rest for sums and tables), and {chip.arch} has {chip.shared_bytes}; use "
             + ("--mode loop" if fewer is None else f"--slots {fewer}, with which it fits, or --mode loop")
         )
 
