@@ -63,8 +63,11 @@ class Card(StandIn):
         module = SimpleNamespace(get_kernel=lambda name: SimpleNamespace(handle=5 if name == "tape" else 0))
         core = SimpleNamespace(
             Device=lambda index: SimpleNamespace(set_current=self._set_current, device_id=index),
-            ObjectCode=SimpleNamespace(from_cubin=lambda binary: module),
+            ObjectCode=SimpleNamespace(from_cubin=self._load),
         )
+        self.module = module
+        self.n_loaded = 0
+        monkeypatch.setattr("ostinato.backends.cuda.start._MODULES", {})
         monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
         monkeypatch.setitem(sys.modules, "cuda.core", core)
         monkeypatch.setattr("ostinato.backends.tape.start.cubin", self._cubin)
@@ -75,6 +78,10 @@ class Card(StandIn):
             return (self.answers[name], None) if name in self.answers else (0, call(*words))
 
         return answer
+
+    def _load(self, binary: bytes) -> Any:
+        self.n_loaded += 1
+        return self.module
 
     def _set_current(self) -> None:
         self.current_in.append(threading.get_ident())
@@ -127,6 +134,14 @@ def test_a_trigger_is_one_cooperative_launch_with_one_struct(card: Card) -> None
     assert not start.running
     assert start.wait(1.0)
     start.close()
+
+
+def test_engines_of_one_model_load_its_kernel_once_and_keep_it(card: Card) -> None:
+    for _ in range(3):
+        start = start_on(card)
+        start.build()
+        start.close()
+    assert card.n_loaded == 1
 
 
 def test_a_card_is_held_until_its_start_is_closed(card: Card) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 from ostinato.backends import cards
 from ostinato.backends.cuda import gpu
-from ostinato.backends.cuda.start import DevicePaced, EventWork
+from ostinato.backends.cuda.start import DevicePaced, EventWork, module_of
 from ostinato.backends.machine import Chip
 from ostinato.backends.tape.plan import Argument, TapeStep, Variant
 from ostinato.build import cubin
@@ -110,19 +110,14 @@ class TapeLoop(DevicePaced):
     def _loaded(self) -> Any:
         """The kernel, compiled for this card; HardwareCannot where its blocks would not all be there at once (E-83)."""
         from cuda.bindings import driver
-        from cuda.core import Device, ObjectCode
 
-        device = Device(self.device.index or 0)
-        device.set_current()
         sizes, chip = self._step.sizes, gpu.chip_of(self.device)
         headers = tape_headers(self._step.header, self._tables.layout, self._plan.page_tokens)
         binary = tape_binary(headers, chip, self.defines)
-        self._module = ObjectCode.from_cubin(binary)
-        kernel = driver.CUkernel(int(self._module.get_kernel("tape").handle))
+        kernel = driver.CUkernel(int(module_of(binary, self.device).get_kernel("tape").handle))
         most_shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _ok(
-            driver.cuKernelSetAttribute(most_shared, sizes.shared_bytes, kernel, device.device_id), "give it its memory"
-        )
+        number = self.device.index or 0
+        _ok(driver.cuKernelSetAttribute(most_shared, sizes.shared_bytes, kernel, number), "give it its memory")
         function = _ok(driver.cuKernelGetFunction(kernel), "load it")
         answer = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, sizes.n_threads, sizes.shared_bytes)
         fit = _ok(answer, "ask how many blocks fit") * chip.n_multiprocessors
