@@ -6,7 +6,6 @@ requested, `[DONE]`. While no token arrives, comments keep the connection alive.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
@@ -17,13 +16,15 @@ from ostinato.serve.answers import Answers, TokenUpdate
 from ostinato.serve.log import Record
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import GenerationBody, StreamOptions
-from ostinato.serve.stream import DONE, KEEP_ALIVE, EventStream, at_once, event
+from ostinato.serve.stream import DONE, EventStream, at_once, event, formatted
 
 
 class Choice(Protocol):
     """One answer in the shape of its endpoint, so far."""
 
-    reason: str  # how it ended
+    @property
+    def reason(self) -> str:
+        """How it ended; empty before."""
 
     def opening(self) -> dict[str, Any] | None:
         """The choice before any token, if a stream begins with one."""
@@ -72,19 +73,16 @@ async def events(
     last: dict[str, Any] = opening.pop() if answers.done else {}
     if opening:
         yield b"".join(chunk([choice]) for choice in opening)
-    while not answers.done:
-        updates = await answers.more()
-        if not updates:
-            yield KEEP_ALIVE
-            continue
-        began = time.perf_counter()
+
+    def format(updates: Sequence[TokenUpdate]) -> bytes:
+        nonlocal last
         choices = [choice for update in updates for choice in made[update.number].format_update(update)]
         if answers.done:
             last = choices.pop()
-        part = b"".join(chunk([choice]) for choice in choices)
-        answers.host_s += time.perf_counter() - began
-        if part:
-            yield part
+        return b"".join(chunk([choice]) for choice in choices)
+
+    async for part in formatted(answers, format):
+        yield part
     record.outcome = _outcome(made)
     yield chunk([last], **await answers.extras())
     if with_usage:

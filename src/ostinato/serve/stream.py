@@ -1,13 +1,14 @@
 """Answers on the wire: server-sent events as they are made, or one JSON object; and disconnected clients.
 
-Bytes only: `chat.py` and `completions.py` make the content of events.
+Bytes only: the modules named after the endpoints make the content of events.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Final
 
@@ -16,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ostinato.serve.answers import Answers
-from ostinato.serve.errors import refusal_of
+from ostinato.serve.answers import Answers, TokenUpdate
+from ostinato.serve.errors import Refusal, refusal_of
 from ostinato.serve.log import Record
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -27,8 +28,8 @@ CLIENT_GONE: Final = 499  # nginx's code; it appears only in the log
 encode: Final = msgspec.json.Encoder().encode
 
 
-def json_response(content: Any, status: int = 200) -> Response:
-    return Response(encode(content), status, media_type="application/json")
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(encode(content), status, headers, media_type="application/json")
 
 
 def event(content: dict[str, Any]) -> bytes:
@@ -40,15 +41,46 @@ def event(content: dict[str, Any]) -> bytes:
     return b"data: " + encode(content) + b"\n\n"
 
 
+def error_event(refusal: Refusal) -> bytes:
+    """The last event of a stream that failed, in the shape that chats and completions have."""
+    # The standard library's JSON can encode any text that a client sent, even a lone surrogate.
+    return b"data: " + json.dumps(refusal.body()).encode() + b"\n\n"
+
+
+async def formatted(answers: Answers, format: Callable[[Sequence[TokenUpdate]], bytes]) -> AsyncGenerator[bytes, None]:
+    """A stream's parts while tokens arrive, as a face formats them; comments while none arrives."""
+    while not answers.done:
+        updates = await answers.more()
+        if not updates:
+            yield KEEP_ALIVE
+            continue
+        began = time.perf_counter()
+        part = format(updates)
+        answers.host_s += time.perf_counter() - began
+        if part:
+            yield part
+
+
 class EventStream(Response):
     """A response that lasts until its events end, its client disconnects, or a failure adds one error event."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], answers: Answers, record: Record, write_s: float) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        answers: Answers,
+        record: Record,
+        write_s: float,
+        *,
+        headers: Mapping[str, str] | None = None,
+        failed: Callable[[Refusal], bytes] = error_event,
+    ) -> None:
+        """`failed` makes the error event."""
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._events, self._answers, self._record, self._write_s = events, answers, record, write_s
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -76,7 +108,7 @@ class EventStream(Response):
         """The one error event, which ends the stream; no `[DONE]` follows."""
         refusal = refusal_of(error)
         self._record.outcome, self._record.error = "error", f"{type(error).__name__}: {error}"
-        last = b"data: " + json.dumps(refusal.body()).encode() + b"\n\n"
+        last = self._failed(refusal)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._write_s):
                 await send({"type": "http.response.body", "body": last, "more_body": True})
@@ -106,7 +138,12 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-async def at_once(request: Request, work: Coroutine[Any, Any, dict[str, Any]], answers: Answers) -> Response:
+async def at_once(
+    request: Request,
+    work: Coroutine[Any, Any, dict[str, Any]],
+    answers: Answers,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
     """The whole answer as one JSON object."""
     record: Record = request.state.record
     try:
@@ -115,7 +152,7 @@ async def at_once(request: Request, work: Coroutine[Any, Any, dict[str, Any]], a
         answers.close()
     if content is None:
         return client_gone(record)
-    return json_response(content)
+    return json_response(content, headers=headers)
 
 
 def client_gone(record: Record) -> Response:

@@ -1,0 +1,175 @@
+"""A conversation that is to be answered, in the one form that every face translates its requests to.
+
+A face (`chat.py`, `responses.py`) parses its own body into a `Conversation`, `submitted` renders it and starts the
+engine's requests, and an `AnswerDeltas` reads each answer's tokens back as text, reasoning and calls, which the face
+puts into its own shape. Nothing here knows the shape of any API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
+
+from ostinato.engine.request import Token
+from ostinato.llm import LLM
+from ostinato.options import Sampling
+from ostinato.serve.answers import Answers, GenerationInput, TokenUpdate, repeated
+from ostinato.serve.errors import Refusal
+from ostinato.serve.log import Record
+from ostinato.serve.logprobs import PendingTokens
+from ostinato.serve.service import Service
+from ostinato.text.answer import AnswerReader, Delta
+from ostinato.text.template import ChatTemplate
+from ostinato.text.tools import TemplateMessage, Tool, ToolChoice, ToolFormat
+
+_OF_THE_REQUEST: Final = ("self", "messages", "tools", "documents")
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """What a face calls the fields that an error may name."""
+
+    messages: str = "messages"
+    format: str = "response_format"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a model is to answer, and how.
+
+    Attributes:
+        messages: as chat templates expect them.
+        sampling: with the constraint on the answer, if there is one.
+        tools: the functions that the model may call; none if `choice` is none.
+        choice: whether it must call one, or which.
+        parallel: whether it may make several calls.
+        template_options: variables of the template.
+        names: of the fields, for errors.
+    """
+
+    messages: Sequence[TemplateMessage]
+    sampling: Sampling
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = "none"
+    parallel: bool = True
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    names: FieldNames = FieldNames()
+
+
+# Before
+
+
+async def submitted(
+    service: Service, llm: LLM, asked: Conversation, n: int, record: Record
+) -> tuple[Answers, Callable[[], AnswerReader]]:
+    """The answers to a conversation, started, and what makes the parser of one answer's text."""
+    text = await service.in_template_thread(rendered, service, llm, asked)
+    ask, reader = await service.in_thread(prepare, service, llm, asked, text)
+    answers = Answers(service, llm, repeated([ask], n), n, record, asked.names.messages)
+    await answers.start()
+    return answers, reader
+
+
+def rendered(service: Service, llm: LLM, asked: Conversation) -> str:
+    """The prompt: the conversation as its model reads it, with the tools that the model may call."""
+    speaks, words = service.tool_format, dict(asked.template_options)
+    for name in _OF_THE_REQUEST:
+        if name in words:
+            message = f"chat_template_kwargs.{name} would replace what the request says; leave it out"
+            raise Refusal(400, message, param="chat_template_kwargs")
+    messages = list(asked.messages)
+    if asked.tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
+        messages = speaks.prompt_messages(messages, asked.tools)
+        words["tools"] = speaks.prompt_tools(asked.tools) if asked.tools else None
+    return llm.chat_text(messages, **words)
+
+
+def prepare(
+    service: Service, llm: LLM, asked: Conversation, text: str
+) -> tuple[GenerationInput, Callable[[], AnswerReader]]:
+    """The engine's request, and what makes the parser of one answer's text."""
+    service.check_length(text, asked.names.messages)
+    speaks, tools, sampling = service.tool_format, asked.tools, asked.sampling
+    if tools:
+        sampling = _calling(speaks, asked)
+    thinking = service.reasoning
+    if thinking is not None:
+        sampling = thinking.before(sampling, text)
+    show = (*(speaks.markers if tools else ()), *((thinking.begin, thinking.end) if thinking is not None else ()))
+
+    def reader() -> AnswerReader:
+        return AnswerReader(
+            None if thinking is None else thinking.parser(text),
+            speaks.parser(tools) if tools else None,
+            most_calls=None if asked.parallel else 1,  # an optional call has no grammar that could limit it to one
+        )
+
+    return GenerationInput(llm.tokenizer.encode_rendered(text), sampling, True, show), reader
+
+
+def _calling(speaks: ToolFormat, asked: Conversation) -> Sampling:
+    """The sampling whose answer is the forced call, if there is one, and otherwise follows the requested format."""
+    sampling = asked.sampling
+    format = sampling.rule
+    if format is not None and format.kind != "schema":
+        name = asked.names.format
+        raise Refusal(400, f"{name}: tools can be had with text and with JSON, not with another format", param=name)
+    schema = None if format is None else format.text
+    rule = speaks.grammar(asked.tools, asked.choice, parallel=asked.parallel, schema=schema)
+    return sampling if rule is None else replace(sampling, schema=None, json_mode=False, grammar=rule)
+
+
+def effort_options(template: ChatTemplate | None, effort: str) -> dict[str, Any] | None:
+    """A requested effort of reasoning as variables of the template; None if the template has none for it."""
+    source = "" if template is None else template.source
+    if "reasoning_effort" in source:
+        return {"reasoning_effort": effort}
+    if "enable_thinking" in source:
+        return {"enable_thinking": effort not in ("none", "minimal")}
+    return None
+
+
+# After
+
+
+class DeltaTokens(NamedTuple):
+    """A delta of an answer, and the tokens whose log-probabilities are sent with it."""
+
+    delta: Delta
+    tokens: list[Token]
+
+
+class AnswerDeltas:
+    """Reads one answer: its tokens as deltas of text, reasoning and calls, for a face to shape.
+
+    Attributes:
+        reason: how the answer ended: `stop`, `length` or `tool_calls`; empty before.
+        n_reasoning: tokens up to the last that added to the reasoning.
+    """
+
+    def __init__(self, reader: AnswerReader, *, logprobs: bool) -> None:
+        self._reader = reader
+        self._pending = PendingTokens() if logprobs else None
+        self._n_tokens = 0
+        self.reason = ""
+        self.n_reasoning = 0
+
+    def read(self, update: TokenUpdate) -> list[DeltaTokens]:
+        """What a token adds."""
+        _, token, piece = update
+        self._n_tokens += 1
+        if self._pending is not None:
+            self._pending.add(token, met_stop=piece.finish_reason == "stop" and token.finish_reason != "stop")
+        deltas = self._reader.feed(piece.text)
+        if piece.finish_reason is not None:
+            deltas += self._reader.finish()
+            called = piece.finish_reason == "stop" and self._reader.n_calls > 0
+            self.reason = "tool_calls" if called else piece.finish_reason
+        if any(delta.reasoning for delta in deltas):
+            self.n_reasoning = self._n_tokens
+        return [DeltaTokens(delta, self.unsent()) for delta in deltas]
+
+    def unsent(self) -> list[Token]:
+        """The tokens whose log-probabilities were requested and not sent yet."""
+        return [] if self._pending is None else self._pending.take()
