@@ -14,7 +14,7 @@ from ostinato.cli.output import talk
 from ostinato.errors import BadInput
 from ostinato.extras import check_extra
 from ostinato.files.store import DEFAULT
-from ostinato.serve.settings import DEFAULT_HOST, DEFAULT_PORT, ServeOptions
+from ostinato.serve.settings import DEFAULT_HOST, DEFAULT_PORT, KEPT_S, ServeOptions
 
 _LISTENING, _SCALE = "Listening and access", "Beyond one engine"
 
@@ -36,6 +36,11 @@ def serve(
         list[str] | None, Flag("Allow pages of this origin (* for all); may be repeated.", "ORIGIN", panel=_LISTENING)
     ] = None,
     log_prompts: Annotated[bool, Flag("Write prompts and answers to the log.", panel=_LISTENING)] = False,
+    keep_responses: Annotated[
+        int | None,
+        Flag("Responses that later requests can refer to; 0 keeps none.", "N", panel=_LISTENING, min=0),
+    ] = None,
+    keep_responses_s: Annotated[float, Flag("For so many seconds.", "SECONDS", panel=_LISTENING)] = KEPT_S,
     load: flags.ToServe,
     replicas: Annotated[int | None, Flag("Engines, on Ray Serve.", "N", panel=_SCALE, min=1)] = None,
     max_replicas: Annotated[int | None, Flag("Up to so many when requests wait.", "N", panel=_SCALE, min=1)] = None,
@@ -66,6 +71,8 @@ def serve(
         no_key=no_api_key,
         cors=tuple(cors or ()),
         log_prompts=log_prompts,
+        keep_responses=keep_responses,
+        keep_responses_s=keep_responses_s,
     )
     if many:
         from ostinato.scale.replicas import run_replicas

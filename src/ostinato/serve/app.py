@@ -30,6 +30,8 @@ from ostinato.serve.errors import RETRY_AFTER_S, Refusal, error_response, refusa
 from ostinato.serve.front import Gateway
 from ostinato.serve.log import Record
 from ostinato.serve.metrics import CONTENT_TYPE
+from ostinato.serve.responses import delete, respond, retrieve
+from ostinato.serve.responses_body import ResponsesBody
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TemplateBody, TokenizeBody
 from ostinato.serve.stream import json_response
@@ -64,7 +66,7 @@ def _responses(*statuses: int, streams: bool = False) -> dict[int | str, dict[st
         400: "The request cannot be done; `param` names the field.",
         401: "No valid API key.",
         403: "Opened by a name that is not this machine's.",
-        404: "No such model.",
+        404: "No such model, or no such response.",
         408: "The body came too slowly.",
         413: "The body is too large.",
         415: "The body is no JSON.",
@@ -111,7 +113,7 @@ def guarded(app: ASGIApp, service: Service) -> ASGIApp:
         front = CORSMiddleware(
             front,
             allow_origins=service.options.cors,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),  # clients in browsers add headers of their own
             expose_headers=("x-request-id", "retry-after"),
         )
@@ -122,6 +124,18 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", tags=["answers"], summary="Answer a conversation", responses=_STREAMED)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         return await chat(service, body, request)
+
+    @app.post("/v1/responses", tags=["answers"], summary="Answer with a response", responses=_STREAMED)
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        return await respond(service, body, request)
+
+    @app.get("/v1/responses/{id}", tags=["answers"], summary="A kept response", responses=_responses(400, 404))
+    async def response(id: str, stream: bool = False) -> Response:
+        return retrieve(service, id, stream)
+
+    @app.delete("/v1/responses/{id}", tags=["answers"], summary="Forget a kept response", responses=_responses(404))
+    async def forget(id: str) -> Response:
+        return delete(service, id)
 
     @app.post("/v1/completions", tags=["answers"], summary="Go on from a prompt", responses=_STREAMED)
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -325,6 +339,7 @@ def invalid_body(error: RequestValidationError) -> Refusal:
     return Refusal(400, f"{param}: {', or '.join(dict.fromkeys(messages))}", param=param)
 
 
+_PART_TYPE: Final = re.compile(r"(messages|input)\[\d+\]\.(content|output)\[\d+\]\.type")
 _SENT_TO: Final = {"messages": ("prompt", "/v1/completions"), "prompt": ("messages", "/v1/chat/completions")}
 
 
@@ -338,7 +353,7 @@ def _in_plain_words(error: Mapping[str, Any], param: str) -> str | None:
             return f"{param} is missing, and it is required here{hint}"
         case "too_short" if given == []:
             return f"{param} is empty; give it at least 1 item"
-        case "literal_error" if re.fullmatch(r"messages\[\d+\]\.content\[\d+\]\.type", param):
+        case "literal_error" if _PART_TYPE.fullmatch(param):
             images = "images are not supported: " if "image" in str(given) else ""
             return f"{param} is {str(given)[:100]!r}; {images}only text parts are"
     return None

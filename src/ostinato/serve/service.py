@@ -22,6 +22,7 @@ from ostinato.llm import LLM
 from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Write, new_id, write_line
 from ostinato.serve.metrics import Metrics
+from ostinato.serve.response_store import ResponseStore
 from ostinato.serve.settings import ServeOptions
 from ostinato.text.reasoning import Reasoning
 from ostinato.text.tools import ToolFormat
@@ -62,6 +63,8 @@ class Service:
         self.has_sum = threading.Event()  # the model's files are hashed: digests can be made
         self.boxes: set[TokenQueue] = set()  # of requests that are being answered
         self.model: LLM | None = None  # in any state
+        most, age_s = options.n_kept_responses, options.keep_responses_s
+        self.responses = ResponseStore(most, options.limits.kept_bytes, age_s) if most else None
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "ostinato-prompt")
         # Templates have one process, and so a thread of their own: a template that loops delays nothing else.
         self._template_thread = ThreadPoolExecutor(1, "ostinato-template")

@@ -17,6 +17,8 @@ from ostinato.options import LoadOptions
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 8000
 SHORTEST_KEY: Final = 8
+KEPT_RESPONSES: Final = 1000
+KEPT_S: Final = 86_400.0
 
 _KEY: Final = re.compile(r"[\x21-\x7e]+")
 _ORIGIN: Final = re.compile(r"https?://[^/\s]+|\*|null")
@@ -36,6 +38,7 @@ class ServeLimits:
     choices: int = 128  # answers to one request: prompts times `n`
     inputs: int = 2048  # texts of one request for embeddings
     beside_line: int = 64  # requests that wait for what is computed beside the answers: embeddings, prompts' logprobs
+    kept_bytes: int = 64 * 2**20  # of all responses that are kept for later requests
     fault_s: float = 5.0  # from an engine's death to the process's, to send error events
 
 
@@ -56,6 +59,8 @@ class ServeOptions:
         no_key: serve without a key on any address.
         cors: origins whose pages may use the server; `*` is every origin.
         log_prompts: write prompts and answers to the log.
+        keep_responses: how many responses of `/v1/responses` are kept; 0 keeps none. None is 1000, and with replicas 0.
+        keep_responses_s: for how many seconds they are kept.
         limits: on what one client may request.
 
     Raises:
@@ -71,11 +76,17 @@ class ServeOptions:
     no_key: bool = False
     cors: tuple[str, ...] = ()
     log_prompts: bool = False
+    keep_responses: int | None = None
+    keep_responses_s: float = KEPT_S
     limits: ServeLimits = field(default_factory=ServeLimits)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
             raise BadOption(f"--port is {self.port}; it must be a whole number from 0 to 65535 (0 takes a free one)")
+        if self.keep_responses is not None and self.keep_responses < 0:
+            raise BadOption(f"--keep-responses is {self.keep_responses}; it must be 0 or more (0 keeps none)")
+        if not 0 < self.keep_responses_s < float("inf"):
+            raise BadOption(f"--keep-responses-s is {self.keep_responses_s}; it must be a number of seconds above 0")
         if self.alias == "":
             raise BadOption("--alias is empty; it must be what clients call the model")
         for key in self.keys:
@@ -94,6 +105,10 @@ class ServeOptions:
                 f"--host {self.host} can be reached from other machines and no key guards it; give --api-key or "
                 "--api-key-file, or --no-api-key if all who can reach it may use it"
             )
+
+    @property
+    def n_kept_responses(self) -> int:
+        return KEPT_RESPONSES if self.keep_responses is None else self.keep_responses
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -202,16 +202,14 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None  # harmless: nothing here needs hiding by padding
 
 
-class GenerationBody(Body):
-    """The fields that chats and completions share."""
+class SamplingBody(Body):
+    """The fields that every body with an answer shares: how its tokens are sampled, and whether it is streamed."""
 
-    max_tokens: Annotated[int, Field(ge=1, description=UNTIL_IT_ENDS)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, _bounds("temperature")] | None = None
     top_p: Annotated[float, _bounds("top_p")] | None = None
     top_k: Annotated[int, _bounds("top_k")] | None = None
     min_p: Annotated[float, _bounds("min_p")] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_STRINGS)] | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
@@ -222,20 +220,24 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
 
     @property
     def most_tokens(self) -> int | None:
         """The limit of generated tokens, if the request sets one."""
-        return self.max_tokens
+        return None
 
     @property
     def n_logprobs(self) -> int | None:
         """How many of the likeliest tokens are listed beside each; None for no logprobs at all."""
         return None
 
+    @property
+    def format(self) -> ResponseFormat | None:
+        """The format that the answer must have."""
+        return None
+
     @model_validator(mode="after")
-    def _check_stream(self) -> GenerationBody:
+    def _check_stream(self) -> SamplingBody:
         if self.stream_options is not None and not self.stream:
             raise Refusal(400, "stream_options is for a stream; set stream to true", param="stream_options")
         return self
@@ -262,7 +264,7 @@ class GenerationBody(Body):
 
     def _constraint(self) -> dict[str, Any]:
         """The constraint on the answer, as fields of a `Sampling`."""
-        match self.response_format:
+        match self.format:
             case None | TextFormat():
                 return {}
             case JsonFormat():
@@ -274,6 +276,22 @@ class GenerationBody(Body):
                 return {"schema": json.dumps(wrapped.schema_)}
             case other:
                 return other.model_dump(exclude={"type"})
+
+
+class GenerationBody(SamplingBody):
+    """The fields that chats and completions share."""
+
+    max_tokens: Annotated[int, Field(ge=1, description=UNTIL_IT_ENDS)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def format(self) -> ResponseFormat | None:
+        return self.response_format
 
 
 class ChatBody(GenerationBody):

@@ -1,0 +1,100 @@
+"""Responses that are kept for later requests: in memory, up to a number, a size and an age.
+
+A response refers to the one that it continues, which stays in memory as long as any kept response needs it, also
+after its own id is dropped or deleted. Nothing here knows about HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ostinato.serve.responses_body import Item
+
+
+@dataclass(slots=True, eq=False)
+class KeptResponse:
+    """A response as it was sent, its own items, and the one that it continues. The store counts its users."""
+
+    response: dict[str, Any]
+    input: Sequence[Item]
+    output: Sequence[Item]
+    previous: KeptResponse | None
+    n_bytes: int  # of its own: the body and the response
+    n_users: int = 1  # the store, and each response that continues it
+
+    @property
+    def id(self) -> str:
+        id: str = self.response["id"]
+        return id
+
+    def conversation(self) -> list[Item]:
+        """The items of the whole conversation: inputs and outputs, the oldest first."""
+        turns: list[KeptResponse] = []
+        turn: KeptResponse | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.previous
+        return [item for turn in reversed(turns) for item in (*turn.input, *turn.output)]
+
+
+class ResponseStore:
+    """Kept responses by id; the oldest is dropped first."""
+
+    def __init__(
+        self, most: int, most_bytes: int, age_s: float, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._most, self._most_bytes, self._age_s, self._clock = most, most_bytes, age_s, clock
+        self._kept: OrderedDict[str, tuple[float, KeptResponse]] = OrderedDict()
+        self._items: dict[str, Item] = {}  # of outputs, by id
+        self.n_bytes = 0  # of all that is in memory
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, kept: KeptResponse) -> None:
+        """Keep a response; older ones make room."""
+        if kept.previous is not None:
+            kept.previous.n_users += 1
+        self._kept[kept.id] = (self._clock(), kept)
+        self._items |= {item.id: item for item in kept.output if item.id is not None}
+        self.n_bytes += kept.n_bytes
+        while self._kept and (len(self._kept) > self._most or self.n_bytes > self._most_bytes):
+            self.delete(next(iter(self._kept)))
+
+    def get(self, id: str) -> KeptResponse | None:
+        self._drop_old()
+        found = self._kept.get(id)
+        return None if found is None else found[1]
+
+    def item(self, id: str) -> Item | None:
+        """An item of a kept response's output."""
+        self._drop_old()
+        return self._items.get(id)
+
+    def delete(self, id: str) -> bool:
+        """Drop a response; False if there is none of this id."""
+        found = self._kept.pop(id, None)
+        if found is None:
+            return False
+        unused: KeptResponse | None = found[1]
+        for item in found[1].output:
+            self._items.pop(item.id or "", None)
+        while unused is not None:
+            unused.n_users -= 1
+            if unused.n_users:
+                break
+            self.n_bytes -= unused.n_bytes
+            unused = unused.previous
+        return True
+
+    def _drop_old(self) -> None:
+        oldest = self._clock() - self._age_s
+        while self._kept:
+            id, (kept_at, _) = next(iter(self._kept.items()))
+            if kept_at > oldest:
+                return
+            self.delete(id)

@@ -1,0 +1,409 @@
+"""`POST /v1/responses`: items become a conversation, and tokens become the items of a response; kept responses.
+
+The body is in `responses_body.py`, items and events in `responses_output.py`, what is kept in `response_store.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from pydantic import TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ostinato.errors import OstinatoError
+from ostinato.llm import LLM
+from ostinato.serve.answers import Answers, TokenUpdate
+from ostinato.serve.conversation import (
+    AnswerDeltas,
+    Conversation,
+    FieldNames,
+    effort_options,
+    prepare,
+    rendered,
+    submitted,
+)
+from ostinato.serve.errors import Refusal, refusal_of
+from ostinato.serve.log import Record
+from ostinato.serve.response_store import KeptResponse, ResponseStore
+from ostinato.serve.responses_body import (
+    ENCRYPTED,
+    AllowedTools,
+    ChoiceOfTool,
+    FunctionTool,
+    Item,
+    MessageItem,
+    ReferenceItem,
+    ResponsesBody,
+    messages_of,
+    sealed,
+)
+from ostinato.serve.responses_output import Event, Output
+from ostinato.serve.service import Service
+from ostinato.serve.stream import EventStream, at_once, encode, formatted, json_response
+from ostinato.text.answer import AnswerReader
+from ostinato.text.tools import Tool, ToolChoice, read_choice, read_tools
+
+IGNORED: Final = "x-ostinato-ignored"  # the header that names what of a request had no effect
+TOO_LONG: Final = "context_length_exceeded"
+_NAMES: Final = FieldNames("input", "text.format")
+_PARAMS: Final = {"messages": "input", "prompt": "input", "response_format": "text.format"}
+_ITEM: Final[TypeAdapter[Item]] = TypeAdapter(Item)
+
+
+async def respond(service: Service, body: ResponsesBody, request: Request) -> Response:
+    """Answer with a response."""
+    record: Record = request.state.record
+    llm = service.llm(body.model)
+    previous = _previous(service, body)
+    items = [_resolved(service.responses, item) for item in body.items]
+    with _named_here():
+        asked = await service.in_thread(translated, llm, body, previous, items)
+        answers, reader = await _submitted(service, llm, body, asked.conversation, record)
+    deltas = AnswerDeltas(reader(), logprobs=body.n_logprobs is not None)
+    seal = sealed if ENCRYPTED in (body.include or ()) else None
+    output = Output(record.id, llm.tokenizer, deltas, seal)
+    reply = ResponseReply(service, body, asked, previous, answers, output, record)
+    headers = {IGNORED: ", ".join(asked.ignored)} if asked.ignored else {}
+    if body.stream:
+        write_s = service.limits.write_s
+        return EventStream(reply.events(), answers, record, write_s, headers=headers, failed=reply.failed)
+    return await at_once(request, reply.whole(), answers, headers)
+
+
+# Before
+
+
+def _previous(service: Service, body: ResponsesBody) -> KeptResponse | None:
+    """The response that this one continues."""
+    id, store = body.previous_response_id, service.responses
+    if store is None:
+        for name in ("store", "previous_response_id"):
+            if getattr(body, name):
+                raise Refusal(400, f"{name} is given, and {NOT_KEPT}", param=name)
+    if id is None or store is None:
+        return None
+    found = store.get(id)
+    if found is None:
+        message = f"previous_response_id: there is no response {id!r} here; {_why_gone(service)}"
+        raise Refusal(400, message, param="previous_response_id", code="previous_response_not_found")
+    return found
+
+
+def _resolved(store: ResponseStore | None, item: Item) -> Item:
+    """An item; for a reference, the one that it names."""
+    if not isinstance(item, ReferenceItem):
+        return item
+    if store is None:
+        raise Refusal(400, f"the input refers to the item {item.id!r}, and {NOT_KEPT}", param="input")
+    found = store.item(item.id)
+    if found is None:
+        message = f"the input refers to the item {item.id!r}, and no kept response has one of this id"
+        raise Refusal(404, message, param="input")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """A body as a conversation.
+
+    Attributes:
+        conversation: of the body, and of the responses before it.
+        items: of the body.
+        functions: the tools that can be called.
+        ignored: names what of the body has no effect.
+        n_bytes: of the items.
+    """
+
+    conversation: Conversation
+    items: Sequence[Item]
+    functions: Sequence[FunctionTool]
+    ignored: Sequence[str]
+    n_bytes: int
+
+
+def translated(llm: LLM, body: ResponsesBody, previous: KeptResponse | None, items: Sequence[Item]) -> Translated:
+    """The body, checked."""
+    if not items and previous is None:
+        raise Refusal(400, "input is missing, and it is required here", param="input")
+    given = body.tools or []
+    functions = [tool for tool in given if isinstance(tool, FunctionTool)]
+    ignored = [f"tools.{tool.type}" for tool in given if not isinstance(tool, FunctionTool)]
+    tools, choice = _tools(body, functions)
+    options: dict[str, Any] = {}
+    if body.reasoning is not None:
+        effort = body.reasoning.effort
+        known = {} if effort is None else effort_options(llm.template, effort)
+        options = known or {}
+        ignored += ["reasoning.effort"] if known is None else []
+        ignored += ["reasoning.summary"] if body.reasoning.summary or body.reasoning.generate_summary else []
+    if body.text is not None and body.text.verbosity not in (None, "medium"):
+        ignored.append("text.verbosity")
+    before = [] if previous is None else previous.conversation()
+    if body.instructions is not None:
+        before = [MessageItem(role="system", content=body.instructions), *before]
+    asked = Conversation(
+        messages=messages_of(before, items),
+        sampling=body.sampling(),
+        tools=tools if choice != "none" else (),
+        choice=choice,
+        parallel=body.parallel_tool_calls is not False,
+        template_options={**options, **(body.chat_template_kwargs or {})},
+        names=_NAMES,
+    )
+    n_bytes = sum(len(encode(item.model_dump())) for item in items)
+    return Translated(asked, items, functions, list(dict.fromkeys(ignored)), n_bytes)
+
+
+def _tools(body: ResponsesBody, functions: Sequence[FunctionTool]) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """The functions, and whether the model must call one."""
+    tools = read_tools([{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in functions])
+    choice = body.tool_choice
+    match choice:
+        case None | str():
+            return tools, read_choice(choice, tools)
+        case AllowedTools(mode=mode, tools=named):
+            names = [tool.name for tool in named if tool.type == "function"]
+            if missing := set(names) - {tool.name for tool in tools}:
+                message = f"tool_choice allows the function {min(map(str, missing))!r}, which is not among the tools"
+                raise Refusal(400, message, param="tool_choice")
+            tools = tuple(tool for tool in tools if tool.name in names)
+            return tools, read_choice(mode, tools)
+        case _:
+            if choice.type != "function":
+                message = f"tool_choice names a tool of the type {choice.type!r}; only functions can be called here"
+                raise Refusal(400, message, param="tool_choice")
+            return tools, read_choice({"function": {"name": choice.name}}, tools)
+
+
+@contextmanager
+def _named_here() -> Iterator[None]:
+    """Errors of what all faces share, with the names that fields have in this API."""
+    try:
+        yield
+    except (Refusal, OstinatoError) as error:
+        refusal = refusal_of(error)
+        if refusal.status >= 500 or refusal.param is None:
+            raise
+        name = re.match(r"[a-z_]*", refusal.param)
+        first = name[0] if name else ""
+        param = _PARAMS.get(first, first) + refusal.param[len(first) :]
+        raise Refusal(refusal.status, refusal.message, param=param, code=refusal.code) from error
+
+
+# Truncation
+
+
+async def _submitted(
+    service: Service, llm: LLM, body: ResponsesBody, asked: Conversation, record: Record
+) -> tuple[Answers, Callable[[], AnswerReader]]:
+    """The answer, started; with `truncation: auto` and too long a conversation, without its oldest turns."""
+    try:
+        return await submitted(service, llm, asked, 1, record)
+    except Refusal as refusal:
+        if body.truncation != "auto" or refusal.code != TOO_LONG:
+            raise
+        shorter = await _shortened(service, llm, asked)
+        if shorter is None:
+            raise
+    return await submitted(service, llm, shorter, 1, record)
+
+
+async def _shortened(service: Service, llm: LLM, asked: Conversation) -> Conversation | None:
+    """The conversation from the earliest turn from which it fits; None if even the last is too long.
+
+    An answer needs room: its limit if it has one, otherwise a quarter of the context; at most half of the context."""
+    room = min(asked.sampling.max_tokens or llm.context // 4, llm.context // 2)
+    messages = asked.messages
+    n_system = 1 if messages and messages[0]["role"] == "system" else 0
+    starts = [index for index in range(n_system + 1, len(messages)) if messages[index]["role"] == "user"]
+
+    async def fits(shorter: Conversation) -> bool:
+        text = await service.in_template_thread(rendered, service, llm, shorter)
+        try:
+            ask, _ = await service.in_thread(prepare, service, llm, shorter, text)
+        except Refusal as refusal:
+            if refusal.code != TOO_LONG:
+                raise
+            return False
+        return len(ask.ids) + room <= llm.context
+
+    found, low, high = None, 0, len(starts)
+    while low < high:
+        middle = (low + high) // 2
+        shorter = replace(asked, messages=[*messages[:n_system], *messages[starts[middle] :]])
+        if await fits(shorter):
+            found, high = shorter, middle
+        else:
+            low = middle + 1
+    return found
+
+
+# After
+
+
+class ResponseReply:
+    """A response while its answer is made: as events, or whole."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: ResponsesBody,
+        asked: Translated,
+        previous: KeptResponse | None,
+        answers: Answers,
+        output: Output,
+        record: Record,
+    ) -> None:
+        self._service, self._body, self._asked, self._previous = service, body, asked, previous
+        self._answers, self._output, self._record = answers, output, record
+        self._keeps = service.responses if body.store is not False else None
+        self._head = self._begun(int(service.clock()))
+        self._n_events = 0
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole response as one object."""
+        while not self._answers.done:
+            for update in await self._answers.more():
+                self._output.format_update(update)
+        return await self._finished()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The stream: the response begins, its items are made one after the other, and it ends."""
+        yield self._encoded({"type": f"response.{name}", "response": self._head} for name in ("created", "in_progress"))
+
+        def format(updates: Sequence[TokenUpdate]) -> bytes:
+            return self._encoded(event for update in updates for event in self._output.format_update(update))
+
+        async for part in formatted(self._answers, format):
+            yield part
+        response = await self._finished()
+        yield self._encoded([{"type": f"response.{response['status']}", "response": response}])
+
+    def failed(self, refusal: Refusal) -> bytes:
+        """The last event of a stream that failed."""
+        error = refusal.body()["error"] | {"code": "server_error"}  # of the codes that clients know, the one that fits
+        response = {**self._head, "status": "failed", "error": error, "output": self._output.items()}
+        return self._encoded([{"type": "response.failed", "response": response}])
+
+    def _encoded(self, events: Iterable[Event]) -> bytes:
+        parts = []
+        for event in events:
+            parts += [b"event: ", event["type"].encode(), b"\ndata: "]
+            parts += [encode({**event, "sequence_number": self._n_events}), b"\n\n"]
+            self._n_events += 1
+        return b"".join(parts)
+
+    async def _finished(self) -> dict[str, Any]:
+        """The response after its last token; kept for later requests if it should be."""
+        reason = self._output.reason
+        self._record.outcome = reason
+        cut = reason == "length"
+        response = {
+            **self._head,
+            "status": "incomplete" if cut else "completed",
+            "completed_at": None if cut else int(self._service.clock()),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self._output.items(),
+            "usage": self._usage(),
+            **await self._answers.extras(),
+        }
+        if self._keeps is not None:
+            n_bytes = self._asked.n_bytes + len(encode(response))
+            output = [_ITEM.validate_python(item) for item in response["output"]]
+            self._keeps.add(KeptResponse(response, self._asked.items, output, self._previous, n_bytes))
+        return response
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._answers.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": self._answers.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._output.n_reasoning},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _begun(self, created: int) -> dict[str, Any]:
+        """The response before its first token: what was asked for."""
+        body, reasoning, text = self._body, self._body.reasoning, self._body.text
+        shape = {"type": "text"} if text is None or text.format is None else text.format.model_dump(exclude_none=True)
+        return {
+            "id": f"resp_{self._record.id}",
+            "object": "response",
+            "created_at": created,
+            "status": "in_progress",
+            "background": False,
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": body.metadata or {},
+            "model": self._service.model_id,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "store": self._keeps is not None,
+            "temperature": body.temperature,
+            "text": {"format": shape, "verbosity": "medium"},
+            "tool_choice": _echoed(body.tool_choice),
+            "tools": [tool.model_dump() for tool in self._asked.functions],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": body.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": None,
+            "user": None,
+        }
+
+
+def _echoed(choice: ChoiceOfTool | None) -> Any:
+    return choice or "auto" if choice is None or isinstance(choice, str) else choice.model_dump(exclude_none=True)
+
+
+# Kept responses
+
+NOT_KEPT: Final = (
+    "this server keeps no responses (--keep-responses); send the whole conversation as input, with store false"
+)
+
+
+def _why_gone(service: Service) -> str:
+    options = service.options
+    return (
+        f"the last {options.n_kept_responses} are kept for {options.keep_responses_s:.0f} s, in the memory of the "
+        "process that answered, unless store is false"
+    )
+
+
+def kept_response(service: Service, id: str) -> KeptResponse:
+    """A kept response; refused if there is none of this id."""
+    if service.responses is None:
+        raise Refusal(404, f"there is no response {id!r}: {NOT_KEPT}")
+    found = service.responses.get(id)
+    if found is None:
+        raise Refusal(404, f"there is no response {id!r} here; {_why_gone(service)}")
+    return found
+
+
+def retrieve(service: Service, id: str, stream: bool) -> Response:
+    """`GET /v1/responses/{id}`."""
+    found = kept_response(service, id)
+    if stream:
+        raise Refusal(400, "stream: a kept response is returned whole; leave it out", param="stream")
+    return json_response(found.response)
+
+
+def delete(service: Service, id: str) -> Response:
+    """`DELETE /v1/responses/{id}`."""
+    kept_response(service, id)
+    assert service.responses is not None
+    service.responses.delete(id)
+    return json_response({"id": id, "object": "response", "deleted": True})

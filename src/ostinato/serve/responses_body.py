@@ -1,0 +1,340 @@
+"""The body of `POST /v1/responses` and its items, as records, and their translation to messages.
+
+Parsed once here, and the source of the OpenAPI document, as `shapes.py` is for the other endpoints. A client sends
+items back as it received them, with fields that only a server fills in: of an item, unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
+
+from ostinato.options import MAX_LOGPROBS
+from ostinato.serve.errors import Refusal
+from ostinato.serve.shapes import (
+    UNTIL_IT_ENDS,
+    ChoiceFormat,
+    GrammarFormat,
+    JsonFormat,
+    JsonSchema,
+    RegexFormat,
+    ResponseFormat,
+    SamplingBody,
+    SchemaFormat,
+    TextFormat,
+)
+from ostinato.text.tools import TemplateMessage
+
+# What a client may ask to be added to a response; those of tools that are not here add nothing.
+LOGPROBS: Final = "message.output_text.logprobs"
+ENCRYPTED: Final = "reasoning.encrypted_content"
+Include = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+# A word of a client that is repeated in a header.
+Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+_SEALED: Final = "ostinato:"  # before reasoning that travels through a client that keeps no text of it
+
+
+class Sent(BaseModel):
+    """A part of a body that a client may have received from a server: fields that it does not name are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+# Items
+
+
+class InputText(Sent):
+    """A part of a message. Only text is supported."""
+
+    type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"]
+    text: str = ""
+    refusal: str = ""
+
+
+Parts: TypeAlias = str | list[InputText]
+
+
+class MessageItem(Sent):
+    """One message; an assistant's has been an answer."""
+
+    type: Literal["message"] = "message"
+    id: str | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+
+
+class CallItem(Sent):
+    """A call that a model has made: its arguments are JSON as text."""
+
+    type: Literal["function_call"]
+    id: str | None = None
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CallOutputItem(Sent):
+    """What a call brought."""
+
+    type: Literal["function_call_output"]
+    id: str | None = None
+    call_id: str
+    output: Parts
+
+
+class ReasoningItem(Sent):
+    """What a model has thought."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    content: list[InputText] | None = None
+    summary: list[InputText] | None = None
+    encrypted_content: str | None = None
+
+
+class ReferenceItem(Sent):
+    """An item of a kept response, by its id."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+_ITEMS: Final = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+
+
+def _kind_of_item(item: Any) -> str:
+    """By its `type`, which a message may lack and a reference may have as null."""
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    if kind is None:
+        return "message" if not isinstance(item, dict) or "role" in item else "item_reference"
+    return str(kind)
+
+
+Item: TypeAlias = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ReferenceItem, Tag("item_reference")],
+    Discriminator(
+        _kind_of_item,
+        custom_error_type="item_type",
+        custom_error_message=f"the type of an item here is one of {', '.join(_ITEMS)}",
+    ),
+]
+
+
+# Tools
+
+
+class FunctionTool(Sent):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class OtherTool(Sent):
+    """A tool that only OpenAI's servers run: it is left out, and named in a header of the response."""
+
+    type: Word
+
+
+def _kind_of_tool(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "function" if kind == "function" else "other"
+
+
+ResponsesTool: TypeAlias = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(_kind_of_tool)
+]
+
+
+class NamedTool(Sent):
+    """One tool, by type and name."""
+
+    type: Word
+    name: str | None = None
+
+
+class AllowedTools(Sent):
+    """Of the tools, those that may be called now."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+def _kind_of_choice(choice: Any) -> str:
+    if isinstance(choice, str):
+        return "word"
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+    return "allowed" if kind == "allowed_tools" else "named"
+
+
+ChoiceOfTool: TypeAlias = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[AllowedTools, Tag("allowed")]
+    | Annotated[NamedTool, Tag("named")],
+    Discriminator(_kind_of_choice),
+]
+
+
+# The body
+
+
+class FlatSchemaFormat(JsonSchema):
+    """A named schema, as this API has it: without a wrapper."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+TextFormatHere: TypeAlias = Annotated[
+    TextFormat | JsonFormat | FlatSchemaFormat | RegexFormat | ChoiceFormat | GrammarFormat,
+    Field(discriminator="type"),
+]
+
+
+class TextOptions(Sent):
+    """The form of the answer's text."""
+
+    format: TextFormatHere | None = None
+    verbosity: Word | None = None
+
+
+class ReasoningOptions(Sent):
+    """How the model reasons."""
+
+    effort: Word | None = None
+    summary: Word | None = None
+    generate_summary: Word | None = None
+
+
+class ResponsesBody(SamplingBody):
+    """`POST /v1/responses`."""
+
+    input: str | Annotated[list[Item], Field(min_length=1)] | None = None
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, description=UNTIL_IT_ENDS)] | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: ChoiceOfTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: list[Include] | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_output_tokens
+
+    @property
+    def n_logprobs(self) -> int | None:
+        wanted = self.top_logprobs is not None or LOGPROBS in (self.include or ())
+        return (self.top_logprobs or 0) if wanted else None
+
+    @property
+    def format(self) -> ResponseFormat | None:
+        given = None if self.text is None else self.text.format
+        if isinstance(given, FlatSchemaFormat):
+            return SchemaFormat(type="json_schema", json_schema=given)
+        return given
+
+    @property
+    def items(self) -> list[Item]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [MessageItem(role="user", content=self.input)]
+        return self.input or []
+
+
+# Into messages
+
+
+def messages_of(before: Sequence[Item], items: Sequence[Item]) -> list[TemplateMessage]:
+    """The items of a conversation, earlier ones and those of the input, as messages: what a model made in one turn is
+    one message."""
+    messages: list[TemplateMessage] = []
+    called: set[str] = set()
+    for index, item in enumerate((*before, *items), start=-len(before)):
+        match item:
+            case MessageItem(role="assistant", content=content):
+                _turn(messages, fresh="content")["content"] = text_of(content)
+            case MessageItem(role=role, content=content):
+                _add_message(messages, "user" if role == "user" else "system", text_of(content))
+            case CallItem(call_id=id, name=name, arguments=arguments):
+                function = {"name": name, "arguments": arguments}
+                calls = _turn(messages).setdefault("tool_calls", [])
+                calls.append({"id": id, "type": "function", "function": function})
+                called.add(id)
+            case CallOutputItem(call_id=id, output=output):
+                if id not in called:
+                    message = f"input[{index}] is the output of the call {id!r}, and no call before it has this id"
+                    raise Refusal(400, message, param="input")
+                messages.append({"role": "tool", "tool_call_id": id, "content": text_of(output)})
+            case ReasoningItem():
+                if thought := reasoning_of(item):
+                    turn = _turn(messages, fresh="content")
+                    turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
+    return messages
+
+
+def _turn(messages: list[TemplateMessage], fresh: str | None = None) -> TemplateMessage:
+    """The message of the model's turn that goes on; a new one if there is none, or if it has `fresh` already."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or (fresh is not None and (fresh in last or "tool_calls" in last)):
+        last = {"role": "assistant"}
+        messages.append(last)
+    return last
+
+
+def _add_message(messages: list[TemplateMessage], role: str, text: str) -> None:
+    """System messages at the start become one: many templates take no second."""
+    if role == "system" and len(messages) == 1 and messages[0]["role"] == "system":
+        messages[0] = {"role": "system", "content": f"{messages[0]['content']}\n\n{text}"}
+    else:
+        messages.append({"role": role, "content": text})
+
+
+def text_of(parts: Parts) -> str:
+    return parts if isinstance(parts, str) else "".join(part.text or part.refusal for part in parts)
+
+
+def reasoning_of(item: ReasoningItem) -> str:
+    """The text of an item of reasoning, also of one that came back sealed; empty if another server sealed it."""
+    if item.content:
+        return text_of(item.content)
+    sealed = item.encrypted_content or ""
+    if not sealed.startswith(_SEALED):
+        return ""
+    try:
+        return base64.b64decode(sealed.removeprefix(_SEALED), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        raise Refusal(400, "the encrypted_content of an item of reasoning was changed", param="input") from None
+
+
+def sealed(reasoning: str) -> str:
+    """Reasoning as `encrypted_content`. It hides nothing: the client that gets it got the text too."""
+    return _SEALED + base64.b64encode(reasoning.encode()).decode()
