@@ -368,8 +368,9 @@ def _is_no_branch(error: Mapping[str, Any]) -> bool:
 def _place(loc: Sequence[str | int]) -> str:
     """The path of a field, such as messages[0].content; empty for the body itself."""
     parts = [part for part in loc[1:] if isinstance(part, int) or _is_field(part)]
-    if parts[:1] == ["response_format"]:
-        del parts[1:2]  # the type of format, by which Pydantic chose the branch
+    for format in (["response_format"], ["text", "format"]):
+        if parts[: len(format)] == format:
+            del parts[len(format) : len(format) + 1]  # the type of format, by which Pydantic chose the branch
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
 
 

@@ -34,6 +34,7 @@ from ostinato.serve.responses_body import (
     ENCRYPTED,
     AllowedTools,
     ChoiceOfTool,
+    FlatSchemaFormat,
     FunctionTool,
     Item,
     MessageItem,
@@ -44,6 +45,7 @@ from ostinato.serve.responses_body import (
 )
 from ostinato.serve.responses_output import Event, Output
 from ostinato.serve.service import Service
+from ostinato.serve.shapes import JsonFormat
 from ostinato.serve.stream import EventStream, at_once, encode, formatted, json_response
 from ostinato.text.answer import AnswerReader
 from ostinato.text.tools import Tool, ToolChoice, read_choice, read_tools
@@ -189,9 +191,8 @@ def _named_here() -> Iterator[None]:
         refusal = refusal_of(error)
         if refusal.status >= 500 or refusal.param is None:
             raise
-        name = re.match(r"[a-z_]*", refusal.param)
-        first = name[0] if name else ""
-        param = _PARAMS.get(first, first) + refusal.param[len(first) :]
+        # Messages are numbered otherwise than the items that they were made of: only the field is named.
+        param = _PARAMS.get(re.split(r"[.\[]", refusal.param)[0], refusal.param)
         raise Refusal(refusal.status, refusal.message, param=param, code=refusal.code) from error
 
 
@@ -331,7 +332,11 @@ class ResponseReply:
     def _begun(self, created: int) -> dict[str, Any]:
         """The response before its first token: what was asked for."""
         body, reasoning, text = self._body, self._body.reasoning, self._body.text
-        shape = {"type": "text"} if text is None or text.format is None else text.format.model_dump(exclude_none=True)
+        asked = None if text is None else text.format
+        # To a client, a format of ours is text: its types have no others.
+        shape = {"type": "text"}
+        if isinstance(asked, JsonFormat | FlatSchemaFormat):
+            shape = asked.model_dump(exclude_none=True)
         return {
             "id": f"resp_{self._record.id}",
             "object": "response",

@@ -115,20 +115,27 @@ class ReferenceItem(Sent):
 _ITEMS: Final = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
 
+# Branches of unions are in upper case: the path of a field in an error leaves them out.
+
+
+def _kind(value: Any) -> Any:
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
 def _kind_of_item(item: Any) -> str:
-    """By its `type`, which a message may lack and a reference may have as null."""
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    """By its `type`, which a message may lack, and a reference too."""
+    kind = _kind(item)
     if kind is None:
-        return "message" if not isinstance(item, dict) or "role" in item else "item_reference"
-    return str(kind)
+        kind = "message" if not isinstance(item, dict) or "role" in item else "item_reference"
+    return str(kind).upper()
 
 
 Item: TypeAlias = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[ReferenceItem, Tag("item_reference")],
+    Annotated[MessageItem, Tag("MESSAGE")]
+    | Annotated[CallItem, Tag("FUNCTION_CALL")]
+    | Annotated[CallOutputItem, Tag("FUNCTION_CALL_OUTPUT")]
+    | Annotated[ReasoningItem, Tag("REASONING")]
+    | Annotated[ReferenceItem, Tag("ITEM_REFERENCE")],
     Discriminator(
         _kind_of_item,
         custom_error_type="item_type",
@@ -144,7 +151,7 @@ class FunctionTool(Sent):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: str
+    name: Word
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -157,12 +164,11 @@ class OtherTool(Sent):
 
 
 def _kind_of_tool(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "function" if kind == "function" else "other"
+    return "FUNCTION" if _kind(tool) == "function" else "OTHER"
 
 
 ResponsesTool: TypeAlias = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(_kind_of_tool)
+    Annotated[FunctionTool, Tag("FUNCTION")] | Annotated[OtherTool, Tag("OTHER")], Discriminator(_kind_of_tool)
 ]
 
 
@@ -183,15 +189,14 @@ class AllowedTools(Sent):
 
 def _kind_of_choice(choice: Any) -> str:
     if isinstance(choice, str):
-        return "word"
-    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
-    return "allowed" if kind == "allowed_tools" else "named"
+        return "WORD"
+    return "ALLOWED" if _kind(choice) == "allowed_tools" else "NAMED"
 
 
 ChoiceOfTool: TypeAlias = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("word")]
-    | Annotated[AllowedTools, Tag("allowed")]
-    | Annotated[NamedTool, Tag("named")],
+    Annotated[Literal["none", "auto", "required"], Tag("WORD")]
+    | Annotated[AllowedTools, Tag("ALLOWED")]
+    | Annotated[NamedTool, Tag("NAMED")],
     Discriminator(_kind_of_choice),
 ]
 
@@ -298,6 +303,9 @@ def messages_of(before: Sequence[Item], items: Sequence[Item]) -> list[TemplateM
                 if thought := reasoning_of(item):
                     turn = _turn(messages, fresh="content")
                     turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
+    for message in messages:
+        if "tool_calls" not in message:
+            message.setdefault("content", "")  # the model was cut while it reasoned
     return messages
 
 

@@ -21,12 +21,16 @@ from ostinato.serve.errors import Refusal
 
 # Accepted and ignored: nothing of an answer would change.
 HARMLESS: Final = frozenset(
-    {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"}
+    {
+        *("client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options"),
+        *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"),
+    }
 )
 # Values that request the existing behaviour; any other value of these fields is refused.
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "add_generation_prompt": (True,),
     "audio": ({},),
+    "background": (False,),
     "best_of": (1,),
     "function_call": ("none",),
     "functions": ([],),
@@ -69,7 +73,7 @@ class Body(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_unknown(self) -> Body:
-        known = [*type(self).model_fields, *HARMLESS]
+        known = {*type(self).model_fields, *HARMLESS}
         for name, value in (self.model_extra or {}).items():
             if value is None or name in HARMLESS or any(_same(value, one) for one in NEUTRAL.get(name, ())):
                 continue
