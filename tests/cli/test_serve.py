@@ -33,6 +33,7 @@ def test_words_become_options(ostinato: RunCli, started: list[ServeOptions]) -> 
     assert started == [ServeOptions("smollm2")]
     ran = ostinato(
         "serve", "m.gguf", "--host", "::1", "--port", "0", "--alias", "mine", "--log-prompts",
+        "--keep-responses", "7", "--keep-responses-s", "60",
         "--cors", "https://a.example", "--cors", "null",
         "--slots", "3", "--queue", "0", "--context", "64", "--kv-type", "q8_0", "--mode", "eager",
         "--device", "cpu", "--dtype", "float32", "--threads", "1",
@@ -41,6 +42,7 @@ def test_words_become_options(ostinato: RunCli, started: list[ServeOptions]) -> 
     options = started[-1]
     assert (options.model, options.host, options.port, options.alias) == ("m.gguf", "::1", 0, "mine")
     assert (options.cors, options.log_prompts) == (("https://a.example", "null"), True)
+    assert (options.keep_responses, options.keep_responses_s) == (7, 60.0)
     load = options.load
     assert (load.slots, load.queue, load.context, load.kv_type) == (3, 0, 64, "q8_0")
     assert (load.mode, load.device, load.dtype, load.threads) == ("eager", "cpu", "float32", 1)

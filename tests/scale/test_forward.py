@@ -10,9 +10,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from openai.types.responses import ResponseErrorEvent
 
+from ostinato.errors import BadOption
 from ostinato.scale.local import Call
+from ostinato.scale.settings import ScaleOptions
 from ostinato.serve.errors import Refusal
+from ostinato.serve.settings import ServeOptions
 
 pytest.importorskip("ray", reason="the extra `scale` is not installed: the ingress was not tested")
 pytestmark = pytest.mark.slow  # it imports Ray
@@ -58,7 +62,7 @@ class _Answer:
         self._played.cancelled += 1
 
 
-def passed(deployment: ModuleType, played: Played) -> list[dict[str, Any]]:
+def passed(deployment: ModuleType, played: Played, path: str = "/v1/completions") -> list[dict[str, Any]]:
     """What a client is sent."""
     sent: list[dict[str, Any]] = []
 
@@ -66,7 +70,7 @@ def passed(deployment: ModuleType, played: Played) -> list[dict[str, Any]]:
         sent.append(message)
 
     forward = deployment.Forwarder(None, played)
-    asyncio.run(forward._pass(Call("POST", "/v1/completions", b"{}"), send, SimpleNamespace(outcome="", error=None)))
+    asyncio.run(forward._pass(Call("POST", path, b"{}"), send, SimpleNamespace(outcome="", error=None)))
     return sent
 
 
@@ -100,6 +104,19 @@ def test_a_stream_that_breaks_off_ends_with_one_error_event(deployment: ModuleTy
     assert len(events) == 2
     assert sent[-1]["more_body"] is False
     assert len(played.calls) == played.cancelled == 1
+
+
+def test_a_stream_of_a_response_that_breaks_off_ends_with_an_event_of_its_kind(deployment: ModuleType) -> None:
+    played = Played([(200, STREAM, "x"), b"event: a\ndata: 1\n\nevent: b\ndata: 2\n\n", died()])
+    body = b"".join(message.get("body", b"") for message in passed(deployment, played, "/v1/responses")).decode()
+    name, data = body.strip().split("\n\n")[-1].split("\n")
+    event = ResponseErrorEvent.model_validate_json(data.removeprefix("data: "))
+    assert (name, event.code, event.sequence_number) == ("event: error", "engine_restarting", 2)
+
+
+def test_replicas_keep_no_responses(deployment: ModuleType) -> None:
+    with pytest.raises(BadOption, match="replicas keep no responses"):
+        deployment.application(ServeOptions("tiny", keep_responses=3), ScaleOptions())
 
 
 def test_a_full_line_sends_a_request_on_and_only_where_it_was_not(deployment: ModuleType) -> None:

@@ -78,8 +78,10 @@ def test_any_body_has_keys_or_none(body: bytes) -> None:
 def test_a_longer_conversation_has_the_keys_of_the_shorter_one() -> None:
     messages = [{"role": "user", "content": "word " * 40}]
     more = [*messages, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and " * 40}]
-    short, long = (keys_of_body(json.dumps({"messages": each}).encode()) for each in (messages, more))
-    assert long[: len(short) - 1] == short[:-1]
+    for name in ("messages", "input"):
+        short, long = (keys_of_body(json.dumps({name: each}).encode()) for each in (messages, more))
+        assert len(short) > 1
+        assert long[: len(short) - 1] == short[:-1]
     assert keys_of_body(json.dumps({"prompt": list(range(200))}).encode())
 
 

@@ -38,6 +38,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/chat/completions",
         {"messages": HELLO, "tools": [TOOL], "tool_choice": "required", "temperature": 0, "seed": 1},
     ),
+    "response": ("/v1/responses", {"input": "hello", "temperature": 0, "seed": 1, "max_output_tokens": 3}),
+    "response-call": (
+        "/v1/responses",
+        {
+            "input": "hello",
+            "tools": [{"type": "function", **TOOL["function"]}],
+            "tool_choice": "required",
+            "temperature": 0,
+            "seed": 1,
+        },
+    ),
     "completion": ("/v1/completions", {"prompt": "hello", **ONLY_A}),
     "completion-echo": ("/v1/completions", {"prompt": "hello", **ONLY_A, "echo": True}),
 }
@@ -71,4 +82,5 @@ def masked(text: str) -> str:
     text = re.sub(r'"timings":\{[^}]*\}', '"timings":{}', text)
     text = re.sub(r'"digest":"[0-9a-f]{64}"', '"digest":""', text)
     text = re.sub(r'"cached_tokens":\d+', '"cached_tokens":0', text)
+    text = re.sub(r'"call_id":"call_[0-9a-f]{24}"', '"call_id":"call_"', text)
     return re.sub(r'"id":"call_[0-9a-f]{24}"', '"id":"call_"', text)

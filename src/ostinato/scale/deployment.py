@@ -26,12 +26,13 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from ostinato.errors import BadOption
 from ostinato.llm import LLM
 from ostinato.scale import pages
 from ostinato.scale.local import Call, LocalServer
 from ostinato.scale.prefix import keys_of_body
 from ostinato.scale.settings import ScaleOptions
-from ostinato.serve.app import guarded
+from ostinato.serve.app import guarded, stream_error
 from ostinato.serve.errors import OUR_FAULT, Refusal
 from ostinato.serve.log import Record, write_line
 from ostinato.serve.metrics import CONTENT_TYPE
@@ -49,6 +50,12 @@ _GONE: Final = "the replica that answered has died; ask again"
 
 def application(options: ServeOptions, scaling: ScaleOptions) -> Any:
     """The application, bound and ready for `serve.run` or `serve deploy`."""
+    if options.keep_responses:
+        raise BadOption(
+            f"keep_responses is {options.keep_responses}; replicas keep no responses, because another replica than "
+            "the one that has it may be asked for it; leave it out"
+        )
+    options = replace(options, keep_responses=0)
     load = options.load
     capacity = load.slots + load.queue + IN_PREPARATION
     routers = {"prefix": "PrefixRouter", "round_robin": "RoundRobinRouter"}
@@ -207,7 +214,7 @@ class Forwarder:
 
     async def _pass(self, call: Call, send: Send, record: Record) -> bool:
         for left in reversed(range(_ATTEMPTS)):
-            sending = _Sending(send)
+            sending = _Sending(send, call.path)
             try:
                 await self._answer(call, sending)
                 return True
@@ -281,8 +288,9 @@ class NoRoom(Exception):
 class _Sending:
     """An answer that is forwarded to the client. Its head waits for the first part: until then a retry is possible."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, path: str) -> None:
+        self._send, self._path = send, path
+        self._n_events = 0
         self._head: tuple[int, list[tuple[bytes, bytes]], str] | None = None
         self._streams = False
         self.began = False
@@ -301,7 +309,7 @@ class _Sending:
     async def fail(self, refusal: Refusal) -> None:
         """The one error event of an interrupted stream; no `[DONE]` follows."""
         if self._streams:
-            await self._body(b"data: " + json.dumps(refusal.body()).encode() + b"\n\n", more=True)
+            await self._body(stream_error(self._path, refusal, self._n_events), more=True)
         await self.end()
 
     async def _body(self, body: bytes, *, more: bool) -> None:
@@ -311,6 +319,7 @@ class _Sending:
             self.began = True
             self._streams = Headers(raw=headers).get("content-type", "").startswith("text/event-stream")
             await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        self._n_events += body.count(b"\n\n")
         message: Message = {"type": "http.response.body", "body": body, "more_body": more}
         await self._send(message)
 

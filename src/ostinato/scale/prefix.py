@@ -46,10 +46,12 @@ def keys_of_body(body: bytes) -> PrefixKeys:
 
 
 def _text(asked: Mapping[str, Any]) -> str:
-    messages, prompt = asked.get("messages"), asked.get("prompt")
+    messages, items, prompt = asked.get("messages"), asked.get("input"), asked.get("prompt")
+    if isinstance(items, list) and items and isinstance(items[0], dict):
+        messages = items  # of `/v1/responses`
     if isinstance(messages, list):
         # Tools come first in most templates. A message ends with a separator, so that a longer one has another key.
-        parts: Iterable[Any] = (asked.get("tools"), *messages)
+        parts: Iterable[Any] = (asked.get("tools"), asked.get("instructions"), *messages)
         return "\x1e".join(json.dumps(part, sort_keys=True) for part in parts)
     if isinstance(prompt, str):
         return prompt

@@ -32,9 +32,10 @@ from ostinato.serve.log import Record
 from ostinato.serve.metrics import CONTENT_TYPE
 from ostinato.serve.responses import delete, respond, retrieve
 from ostinato.serve.responses_body import ResponsesBody
+from ostinato.serve.responses_output import lost_event
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TemplateBody, TokenizeBody
-from ostinato.serve.stream import json_response
+from ostinato.serve.stream import error_event, json_response
 
 _HERE: Final = Path(__file__).parent
 _ICON: Final = (
@@ -289,6 +290,11 @@ def _add_errors(app: FastAPI) -> None:
     app.add_exception_handler(Exception, ours)
     for kind in (Refusal, OstinatoError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, refused)
+
+
+def stream_error(path: str, refusal: Refusal, n_events: int) -> bytes:
+    """The last event of a path's stream when the process that made the first `n_events` has died."""
+    return lost_event(refusal, n_events) if path == "/v1/responses" else error_event(refusal)
 
 
 def _refusal(request: Request, error: Exception) -> Refusal:

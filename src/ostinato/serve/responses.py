@@ -46,7 +46,7 @@ from ostinato.serve.responses_body import (
 from ostinato.serve.responses_output import Event, Output
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import JsonFormat
-from ostinato.serve.stream import EventStream, at_once, encode, formatted, json_response
+from ostinato.serve.stream import EventStream, at_once, encode, formatted, json_response, named_event
 from ostinato.text.answer import AnswerReader
 from ostinato.text.tools import Tool, ToolChoice, read_choice, read_tools
 
@@ -293,10 +293,9 @@ class ResponseReply:
 
     def _encoded(self, events: Iterable[Event]) -> bytes:
         parts = []
-        for event in events:
-            parts += [b"event: ", event["type"].encode(), b"\ndata: "]
-            parts += [encode({**event, "sequence_number": self._n_events}), b"\n\n"]
-            self._n_events += 1
+        for number, event in enumerate(events, start=self._n_events):
+            parts.append(named_event({**event, "sequence_number": number}))
+        self._n_events += len(parts)
         return b"".join(parts)
 
     async def _finished(self) -> dict[str, Any]:

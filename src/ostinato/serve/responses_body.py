@@ -303,9 +303,9 @@ def messages_of(before: Sequence[Item], items: Sequence[Item]) -> list[TemplateM
                 if thought := reasoning_of(item):
                     turn = _turn(messages, fresh="content")
                     turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
-    for message in messages:
-        if "tool_calls" not in message:
-            message.setdefault("content", "")  # the model was cut while it reasoned
+    for made in messages:
+        if "tool_calls" not in made:
+            made.setdefault("content", "")  # the model was cut while it reasoned
     return messages
 
 

@@ -13,11 +13,20 @@ from ostinato.engine.request import Token
 from ostinato.serve import logprobs
 from ostinato.serve.answers import TokenUpdate
 from ostinato.serve.conversation import AnswerDeltas
+from ostinato.serve.errors import Refusal
+from ostinato.serve.stream import named_event
 from ostinato.text.answer import CallDelta, Delta
 from ostinato.text.tokenizer import Tokenizer
 
 Event = dict[str, Any]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+def lost_event(refusal: Refusal, number: int) -> bytes:
+    """The last event of a stream whose response is lost with the process that made it."""
+    error = refusal.body()["error"]
+    told = {name: error[name] for name in ("code", "message", "param")}
+    return named_event({"type": "error", **told, "sequence_number": number})
 
 
 class OutputItem:

@@ -41,6 +41,16 @@ def event(content: dict[str, Any]) -> bytes:
     return b"data: " + encode(content) + b"\n\n"
 
 
+def named_event(content: dict[str, Any]) -> bytes:
+    """One event, named by its `type`.
+
+    >>> named_event({"type": "a"})
+    b'event: a\\ndata: {"type":"a"}\\n\\n'
+    """
+    name: str = content["type"]
+    return f"event: {name}\n".encode() + event(content)
+
+
 def error_event(refusal: Refusal) -> bytes:
     """The last event of a stream that failed, in the shape that chats and completions have."""
     # The standard library's JSON can encode any text that a client sent, even a lone surrogate.
