@@ -1,0 +1,164 @@
+"""Real clients against a server: `make clients`, or `python -m tests.clients [NAME ...]`.
+
+Each client is a script that uses it as its own documentation does, with the server's address in the variables that the
+client reads anyway. The clients are installed into environments of their own below .venv, with the versions that
+`requirements.txt` and `package.json` pin. The model is tiny and random: forced calls and schemas make it say what a
+check needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.cli import tiny_model
+from tests.serve.running import Running, serving
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPTS = Path(__file__).parent / "scripts"
+ENVIRONMENT = ROOT / ".venv" / "clients"
+LONGEST_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A client: its package, the script that uses it, and what the script uses of it."""
+
+    package: str
+    script: str
+    uses: str
+
+    @property
+    def is_node(self) -> bool:
+        return self.script.endswith(".mjs")
+
+
+CLIENTS = (
+    Client("openai", "openai_responses.py", "`responses.*`"),
+    Client("openai-agents", "openai_agents.py", "its default API"),
+    Client("pydantic-ai-slim", "pydantic_ai_openai.py", "an `openai:` model"),
+    Client("litellm", "litellm_responses.py", "`litellm.responses`"),
+    Client("langchain-openai", "langchain_responses.py", "`use_responses_api`"),
+    Client("openai", "openai_responses.mjs", "`responses.*`, in Node"),
+    Client("@ai-sdk/openai", "ai_sdk.mjs", "its default API, in Node"),
+)
+
+
+def main(names: Sequence[str]) -> int:
+    """Run the clients whose package or script has one of the names, or all; print a table."""
+    chosen = [one for one in CLIENTS if not names or any(name in (one.package, one.script) for name in names)]
+    if not chosen:
+        known = ", ".join(dict.fromkeys(one.package for one in CLIENTS))
+        print(f"no client is called {' or '.join(names)}; the clients are: {known}", file=sys.stderr)
+        return 2
+    python = install_python()
+    has_node = shutil.which("npm") is not None and shutil.which("node") is not None
+    if has_node:
+        install_node()
+    n_failed = 0
+    print("| client | version | what | result |\n|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny_model.write(Path(folder) / "tiny.gguf", context=4096)
+        with serving(model, llm={"context": 2048, "slots": 8}) as server:
+            for client in chosen:
+                if client.is_node and not has_node:
+                    result = "not run: there is no Node here"
+                else:
+                    result = run(client, server, python)
+                n_failed += result.startswith("failed")
+                print(f"| `{client.package}` | {version(client)} | {client.uses} | {result} |", flush=True)
+    return 1 if n_failed else 0
+
+
+def run(client: Client, server: Running, python: Path) -> str:
+    """One cell of the table."""
+    program = (
+        ["node", str(ENVIRONMENT / client.script)] if client.is_node else [str(python), str(SCRIPTS / client.script)]
+    )
+    began = time.monotonic()
+    try:
+        ran = subprocess.run(
+            program, env=variables(server), capture_output=True, text=True, timeout=LONGEST_S, cwd=ENVIRONMENT
+        )
+    except subprocess.TimeoutExpired:
+        return f"failed: it did not end within {LONGEST_S:.0f} s"
+    n_ok = ran.stdout.count("ok: ")
+    if ran.returncode:
+        print(ran.stdout, ran.stderr, sep="\n", file=sys.stderr)
+        return f"failed after {n_ok} checks"
+    return f"{n_ok} checks in {time.monotonic() - began:.1f} s"
+
+
+def variables(server: Running) -> dict[str, str]:
+    """The environment of a client: where the server is, and no other traffic."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "PYTHON"))}
+    return kept | {
+        "OPENAI_BASE_URL": f"{server.url}/v1",
+        "OPENAI_API_KEY": "none",
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "LANGSMITH_TRACING": "false",
+        "CLIENT_MODEL": server.service.model_id,
+    }
+
+
+# What is installed
+
+
+def install_python() -> Path:
+    """The interpreter of an environment with the pinned packages."""
+    python = ENVIRONMENT / "bin" / "python"
+    wanted = SCRIPTS / "requirements.txt"
+    if not is_installed(wanted):
+        venv.create(ENVIRONMENT, with_pip=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+        subprocess.run([*pip, "--requirement", str(wanted)], check=True)
+        mark_installed(wanted)
+    return python
+
+
+def install_node() -> None:
+    """The pinned packages, and the scripts beside them: Node looks for packages from a script's own folder."""
+    for script in SCRIPTS.glob("*.mjs"):
+        shutil.copy(script, ENVIRONMENT)
+    wanted = SCRIPTS / "package.json"
+    if not is_installed(wanted):
+        shutil.copy(wanted, ENVIRONMENT)
+        subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--silent"], cwd=ENVIRONMENT, check=True)
+        mark_installed(wanted)
+
+
+def is_installed(wanted: Path) -> bool:
+    mark = ENVIRONMENT / f"{wanted.name}.installed"
+    return mark.exists() and mark.read_text() == _sum(wanted)
+
+
+def mark_installed(wanted: Path) -> None:
+    (ENVIRONMENT / f"{wanted.name}.installed").write_text(_sum(wanted))
+
+
+def _sum(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def version(client: Client) -> str:
+    """The pinned version."""
+    if client.is_node:
+        pinned: dict[str, str] = json.loads((SCRIPTS / "package.json").read_text())["dependencies"]
+        return pinned[client.package]
+    lines = (SCRIPTS / "requirements.txt").read_text().split()
+    return next(line.partition("==")[2] for line in lines if line.split("[")[0].split("==")[0] == client.package)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
