@@ -23,6 +23,10 @@ from tests.serve.running import DEADLINE_S, Running, serving
 CHAT = "/v1/chat/completions"
 HELLO: Any = [{"role": "user", "content": "hello"}]
 LONG: Any = {"messages": HELLO, "ignore_eos": True}
+RESPONSES = "/v1/responses"
+FACES: dict[str, Any] = {CHAT: LONG, RESPONSES: {"input": "hello", "ignore_eos": True}}
+LIMIT = {CHAT: "max_tokens", RESPONSES: "max_output_tokens"}
+every_face = pytest.mark.parametrize("path", FACES)
 SLOW: Any = {"context": 4096, "mode": "eager"}  # a step takes long enough that an answer can be caught on its way
 
 
@@ -42,14 +46,22 @@ def asking(server: Running, path: str, body: dict[str, Any]) -> socket.socket:
     return client
 
 
+def error_in(line: str) -> dict[str, Any]:
+    """The error of a stream's last event."""
+    last = json.loads(line.removeprefix("data: "))
+    error: dict[str, Any] = last["error"] if "error" in last else last["response"]["error"]
+    return error
+
+
 def free_slots(server: Running) -> int:
     return sum(slot.state == "free" for slot in server.llm.slots())
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_a_client_that_leaves_frees_its_slot(tiny: Path, stream: bool) -> None:
+@every_face
+def test_a_client_that_leaves_frees_its_slot(tiny: Path, path: str, stream: bool) -> None:
     with serving(tiny, llm={**SLOW, "slots": 2}) as server:
-        with asking(server, CHAT, {**LONG, "stream": stream}):
+        with asking(server, path, {**FACES[path], "stream": stream}):
             until(lambda: server.llm.stats().tokens > 5, "it is answered")
             assert free_slots(server) == 1
         left = server.llm.stats().steps
@@ -113,15 +125,17 @@ def test_whoever_waits_is_kept_company_by_comments(tiny: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_reader_is_cut_off_and_holds_nobody_up(tiny: Path) -> None:
+@every_face
+def test_a_slow_reader_is_cut_off_and_holds_nobody_up(tiny: Path, path: str) -> None:
     limits = ServeLimits(unread_tokens=200, write_s=0.5)
     with serving(tiny, llm={**SLOW, "slots": 2}, limits=limits) as server:
         address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
-        body = json.dumps({**LONG, "stream": True, "n": 1, "logprobs": True, "top_logprobs": 20}).encode()
+        logprobs = {"logprobs": True} if path == CHAT else {}
+        body = json.dumps({**FACES[path], "stream": True, **logprobs, "top_logprobs": 20}).encode()
         with socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             slow.connect(address)
-            head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             slow.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             until(lambda: server.llm.stats().tokens > 0, "it is answered")
             quick = server.post(CHAT, {"messages": HELLO, "max_tokens": 5})
@@ -131,12 +145,14 @@ def test_a_slow_reader_is_cut_off_and_holds_nobody_up(tiny: Path) -> None:
             until(lambda: len(server.log) == 2, "it is logged")
 
 
-def test_a_request_that_takes_too_long_ends_with_an_error_event(tiny: Path) -> None:
+@every_face
+def test_a_request_that_takes_too_long_ends_with_an_error_event(tiny: Path, path: str) -> None:
     limits = ServeLimits(request_s=0.2, keep_alive_s=0.05)
     with serving(tiny, llm={**SLOW, "slots": 1}, limits=limits) as server:
-        text = server.post(CHAT, {**LONG, "stream": True}).text
-        last = json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))
-        assert last["error"]["code"] == "timeout"
+        text = server.post(path, {**FACES[path], "stream": True}).text
+        error = error_in(text.strip().split("\n")[-1])
+        assert error["message"] == "no request may take longer than 0 s"
+        assert error["code"] == ("timeout" if path == CHAT else "server_error")
         assert "[DONE]" not in text
 
 
@@ -144,17 +160,19 @@ def test_a_request_that_takes_too_long_ends_with_an_error_event(tiny: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_drained_server_ends_what_runs_and_takes_nothing_new(tiny: Path) -> None:
+@every_face
+def test_a_drained_server_ends_what_runs_and_takes_nothing_new(tiny: Path, path: str) -> None:
     with serving(tiny, llm={**SLOW, "slots": 2}) as server, server.http() as http:
-        with http.stream("POST", CHAT, json={**LONG, "stream": True, "max_tokens": 1500}) as running:
+        with http.stream("POST", path, json={**FACES[path], "stream": True, LIMIT[path]: 1500}) as running:
             lines = running.iter_lines()
             next(lines)
             server.call(server.worker.signalled)
             until(lambda: server.service.state == "draining", "it drains")
-            reply = server.post(CHAT, {"messages": HELLO})
+            reply = server.post(path, FACES[path])
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "draining")
             assert server.get("/health").json()["status"] == "draining"
-            assert list(lines)[-2] == "data: [DONE]"
+            last = list(lines)[-2]
+            assert last == "data: [DONE]" or json.loads(last.removeprefix("data: "))["type"] == "response.incomplete"
         until(lambda: bool(server.exit_code), "it ends")
         assert server.exit_code == [0]
 
@@ -171,11 +189,12 @@ def test_a_second_signal_stops_what_runs_with_an_error_event(tiny: Path) -> None
         until(lambda: bool(server.exit_code), "it ends")
 
 
-def test_an_engine_that_dies_sends_each_client_one_error_and_ends_its_worker(tiny: Path) -> None:
+@every_face
+def test_an_engine_that_dies_sends_each_client_one_error_and_ends_its_worker(tiny: Path, path: str) -> None:
     with serving(tiny, llm={**SLOW, "slots": 2}) as server, server.http() as http:
         with (
-            http.stream("POST", CHAT, json={**LONG, "stream": True}) as one,
-            http.stream("POST", CHAT, json={**LONG, "stream": True}) as other,
+            http.stream("POST", path, json={**FACES[path], "stream": True}) as one,
+            http.stream("POST", path, json={**FACES[path], "stream": True}) as other,
         ):
             readers = [one.iter_lines(), other.iter_lines()]
             for lines in readers:
@@ -184,7 +203,7 @@ def test_an_engine_that_dies_sends_each_client_one_error_and_ends_its_worker(tin
             kill(server)
             for lines in readers:
                 last = [line for line in lines if line][-1]
-                assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_restarting"
+                assert error_in(last)["type"] == "service_unavailable_error"
         until(lambda: bool(server.exit_code), "it ends")
         assert server.exit_code == [70]
         assert [event for event in server.told if event["event"] == "fault"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from ostinato.errors import BadOption
@@ -442,6 +442,33 @@ def test_only_so_many_are_kept(tiny: Path) -> None:
     for wrong in ({"keep_responses": -1}, {"keep_responses_s": 0.0}):
         with pytest.raises(BadOption, match="--keep-responses"):
             ServeOptions("tiny", **wrong)
+
+
+def test_the_input_of_a_kept_response_is_listed_by_pages(client: openai.OpenAI, server: Running) -> None:
+    output = {"type": "function_call_output", "call_id": "call_1", "output": "sea"}
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    said = {"role": "assistant", "content": "I look."}
+    made = respond(server, {"input": [HELLO, thought, said, CALL, output, {"role": "user", "content": "and now?"}]})
+    page = server.get(f"{PATH}/{made['id']}/input_items?order=asc&limit=4").json()
+    assert ResponseItemList.model_validate(page).has_more
+    whole = [item.to_dict() for item in client.responses.input_items.list(made["id"], limit=2, order="asc")]
+    assert [item["type"] for item in whole] == [
+        "message", "reasoning", "message", "function_call", "function_call_output", "message",
+    ]  # fmt: skip
+    assert whole[:4] == page["data"]
+    assert [item.to_dict() for item in client.responses.input_items.list(made["id"])] == whole[::-1]
+    assert whole[0]["content"] == [{"type": "input_text", "text": "hello"}]
+    again = respond(server, {"input": whole})
+    assert again["digest"] == made["digest"]
+    assert server.get(f"{PATH}/{made['id']}/input_items?after=none").status_code == 400
+    assert server.get(f"{PATH}/{made['id']}/input_items?limit=0").status_code == 400
+    assert server.get(f"{PATH}/none/input_items").status_code == 404
+
+
+def test_the_tokens_of_an_input_can_be_counted(client: openai.OpenAI, server: Running) -> None:
+    made = respond(server, {"input": "hello", "instructions": "be brief", "tools": [LOOK]})
+    counted = client.responses.input_tokens.count(model="tiny", input="hello", instructions="be brief", tools=[LOOK])
+    assert counted.input_tokens == made["usage"]["input_tokens"]
 
 
 # Truncation

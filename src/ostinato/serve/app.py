@@ -10,9 +10,9 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -30,7 +30,7 @@ from ostinato.serve.errors import RETRY_AFTER_S, Refusal, error_response, refusa
 from ostinato.serve.front import Gateway
 from ostinato.serve.log import Record
 from ostinato.serve.metrics import CONTENT_TYPE
-from ostinato.serve.responses import delete, respond, retrieve
+from ostinato.serve.responses import IGNORED, delete, input_items, input_tokens, respond, retrieve
 from ostinato.serve.responses_body import ResponsesBody
 from ostinato.serve.responses_output import lost_event
 from ostinato.serve.service import Service
@@ -116,7 +116,7 @@ def guarded(app: ASGIApp, service: Service) -> ASGIApp:
             allow_origins=service.options.cors,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),  # clients in browsers add headers of their own
-            expose_headers=("x-request-id", "retry-after"),
+            expose_headers=("x-request-id", "retry-after", IGNORED),
         )
     return front
 
@@ -129,6 +129,21 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", tags=["answers"], summary="Answer with a response", responses=_STREAMED)
     async def responses(body: ResponsesBody, request: Request) -> Response:
         return await respond(service, body, request)
+
+    @app.post(
+        "/v1/responses/input_tokens", tags=["answers"], summary="The size of a response's prompt", responses=_POST
+    )
+    async def count_input_tokens(body: ResponsesBody) -> Response:
+        return await input_tokens(service, body)
+
+    @app.get("/v1/responses/{id}/input_items", tags=["answers"], summary="Its input", responses=_responses(400, 404))
+    async def list_input_items(
+        id: str,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        return input_items(service, id, limit, order, after)
 
     @app.get("/v1/responses/{id}", tags=["answers"], summary="A kept response", responses=_responses(400, 404))
     async def response(id: str, stream: bool = False) -> Response:

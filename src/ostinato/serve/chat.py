@@ -13,7 +13,7 @@ from ostinato.llm import LLM
 from ostinato.options import Sampling
 from ostinato.serve import logprobs
 from ostinato.serve.answers import TokenUpdate
-from ostinato.serve.conversation import AnswerDeltas, Conversation, rendered, submitted
+from ostinato.serve.conversation import AnswerDeltas, ChatRequest, rendered, submitted
 from ostinato.serve.log import Record
 from ostinato.serve.reply import reply
 from ostinato.serve.service import Service
@@ -38,11 +38,11 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
 # Before
 
 
-def conversation(body: ChatBody) -> Conversation:
+def conversation(body: ChatBody) -> ChatRequest:
     """The body, checked."""
     tools = read_tools(body.tools)
     choice = read_choice(body.tool_choice, tools)
-    return Conversation(
+    return ChatRequest(
         messages=[message.for_template() for message in body.messages],
         sampling=body.sampling(),
         tools=tools if choice != "none" else (),
@@ -58,7 +58,7 @@ def template_text(service: Service, llm: LLM, body: TemplateBody) -> str:
     if body.add_generation_prompt is not None:
         options["add_generation_prompt"] = body.add_generation_prompt
     messages = [message.for_template() for message in body.messages]
-    asked = Conversation(messages, Sampling(), read_tools(body.tools), template_options=options)
+    asked = ChatRequest(messages, Sampling(), read_tools(body.tools), template_options=options)
     return rendered(service, llm, asked)
 
 

@@ -1,6 +1,6 @@
-"""A conversation that is to be answered, in the one form that every face translates its requests to.
+"""A request to answer a conversation, in the one form that every face translates its own to.
 
-A face (`chat.py`, `responses.py`) parses its own body into a `Conversation`, `submitted` renders it and starts the
+A face (`chat.py`, `responses.py`) parses its own body into a `ChatRequest`, `submitted` renders it and starts the
 engine's requests, and an `AnswerDeltas` reads each answer's tokens back as text, reasoning and calls, which the face
 puts into its own shape. Nothing here knows the shape of any API.
 """
@@ -35,7 +35,7 @@ class FieldNames:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ChatRequest:
     """What a model is to answer, and how.
 
     Attributes:
@@ -61,7 +61,7 @@ class Conversation:
 
 
 async def submitted(
-    service: Service, llm: LLM, asked: Conversation, n: int, record: Record
+    service: Service, llm: LLM, asked: ChatRequest, n: int, record: Record
 ) -> tuple[Answers, Callable[[], AnswerReader]]:
     """The answers to a conversation, started, and what makes the parser of one answer's text."""
     text = await service.in_template_thread(rendered, service, llm, asked)
@@ -71,7 +71,7 @@ async def submitted(
     return answers, reader
 
 
-def rendered(service: Service, llm: LLM, asked: Conversation) -> str:
+def rendered(service: Service, llm: LLM, asked: ChatRequest) -> str:
     """The prompt: the conversation as its model reads it, with the tools that the model may call."""
     speaks, words = service.tool_format, dict(asked.template_options)
     for name in _OF_THE_REQUEST:
@@ -86,7 +86,7 @@ def rendered(service: Service, llm: LLM, asked: Conversation) -> str:
 
 
 def prepare(
-    service: Service, llm: LLM, asked: Conversation, text: str
+    service: Service, llm: LLM, asked: ChatRequest, text: str
 ) -> tuple[GenerationInput, Callable[[], AnswerReader]]:
     """The engine's request, and what makes the parser of one answer's text."""
     service.check_length(text, asked.names.messages)
@@ -108,7 +108,7 @@ def prepare(
     return GenerationInput(llm.tokenizer.encode_rendered(text), sampling, True, show), reader
 
 
-def _calling(speaks: ToolFormat, asked: Conversation) -> Sampling:
+def _calling(speaks: ToolFormat, asked: ChatRequest) -> Sampling:
     """The sampling whose answer is the forced call, if there is one, and otherwise follows the requested format."""
     sampling = asked.sampling
     format = sampling.rule

@@ -20,7 +20,7 @@ from ostinato.llm import LLM
 from ostinato.serve.answers import Answers, TokenUpdate
 from ostinato.serve.conversation import (
     AnswerDeltas,
-    Conversation,
+    ChatRequest,
     FieldNames,
     effort_options,
     prepare,
@@ -40,6 +40,7 @@ from ostinato.serve.responses_body import (
     MessageItem,
     ReferenceItem,
     ResponsesBody,
+    listed,
     messages_of,
     sealed,
 )
@@ -121,7 +122,7 @@ class Translated:
         n_bytes: of the items.
     """
 
-    conversation: Conversation
+    conversation: ChatRequest
     items: Sequence[Item]
     functions: Sequence[FunctionTool]
     ignored: Sequence[str]
@@ -148,7 +149,7 @@ def translated(llm: LLM, body: ResponsesBody, previous: KeptResponse | None, ite
     before = [] if previous is None else previous.conversation()
     if body.instructions is not None:
         before = [MessageItem(role="system", content=body.instructions), *before]
-    asked = Conversation(
+    asked = ChatRequest(
         messages=messages_of(before, items),
         sampling=body.sampling(),
         tools=tools if choice != "none" else (),
@@ -200,7 +201,7 @@ def _named_here() -> Iterator[None]:
 
 
 async def _submitted(
-    service: Service, llm: LLM, body: ResponsesBody, asked: Conversation, record: Record
+    service: Service, llm: LLM, body: ResponsesBody, asked: ChatRequest, record: Record
 ) -> tuple[Answers, Callable[[], AnswerReader]]:
     """The answer, started; with `truncation: auto` and too long a conversation, without its oldest turns."""
     try:
@@ -214,7 +215,7 @@ async def _submitted(
     return await submitted(service, llm, shorter, 1, record)
 
 
-async def _shortened(service: Service, llm: LLM, asked: Conversation) -> Conversation | None:
+async def _shortened(service: Service, llm: LLM, asked: ChatRequest) -> ChatRequest | None:
     """The conversation from the earliest turn from which it fits; None if even the last is too long.
 
     An answer needs room: its limit if it has one, otherwise a quarter of the context; at most half of the context."""
@@ -223,7 +224,7 @@ async def _shortened(service: Service, llm: LLM, asked: Conversation) -> Convers
     n_system = 1 if messages and messages[0]["role"] == "system" else 0
     starts = [index for index in range(n_system + 1, len(messages)) if messages[index]["role"] == "user"]
 
-    async def fits(shorter: Conversation) -> bool:
+    async def fits(shorter: ChatRequest) -> bool:
         text = await service.in_template_thread(rendered, service, llm, shorter)
         try:
             ask, _ = await service.in_thread(prepare, service, llm, shorter, text)
@@ -411,3 +412,31 @@ def delete(service: Service, id: str) -> Response:
     assert service.responses is not None
     service.responses.delete(id)
     return json_response({"id": id, "object": "response", "deleted": True})
+
+
+def input_items(service: Service, id: str, limit: int, order: str, after: str | None) -> Response:
+    """`GET /v1/responses/{id}/input_items`: what a kept response was given, a page at a time."""
+    items = listed(kept_response(service, id).input, id)
+    if order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise Refusal(400, f"after: the input of this response has no item {after!r}", param="after")
+    rest = items if after is None else items[ids.index(after) + 1 :]
+    page = rest[:limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else ("", "")
+    return json_response(
+        {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": len(rest) > len(page)}
+    )
+
+
+async def input_tokens(service: Service, body: ResponsesBody) -> Response:
+    """`POST /v1/responses/input_tokens`: how many tokens the prompt of a response would have."""
+    llm = service.llm(body.model)
+    previous = _previous(service, body)
+    items = [_resolved(service.responses, item) for item in body.items]
+    with _named_here():
+        asked = (await service.in_thread(translated, llm, body, previous, items)).conversation
+        text = await service.in_template_thread(rendered, service, llm, asked)
+        ask, _ = await service.in_thread(prepare, service, llm, asked, text)
+    return json_response({"object": "response.input_tokens", "input_tokens": len(ask.ids)})

@@ -346,3 +346,30 @@ def reasoning_of(item: ReasoningItem) -> str:
 def sealed(reasoning: str) -> str:
     """Reasoning as `encrypted_content`. It hides nothing: the client that gets it got the text too."""
     return _SEALED + base64.b64encode(reasoning.encode()).decode()
+
+
+# Back to a client
+
+
+def listed(items: Sequence[Item], prefix: str) -> list[dict[str, Any]]:
+    """Items as a client gets them: each with an id, made from `prefix` where it was sent without one."""
+    return [
+        {**_sent_back(item), "id": item.id or f"{prefix}_{index}", "status": "completed"}
+        for index, item in enumerate(items)
+    ]
+
+
+def _sent_back(item: Item) -> dict[str, Any]:
+    match item:
+        case MessageItem(role="assistant", content=content):
+            part = {"type": "output_text", "text": text_of(content), "annotations": []}
+            return {"type": "message", "role": "assistant", "content": [part]}
+        case MessageItem(role=role, content=content):
+            return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text_of(content)}]}
+        case CallOutputItem(call_id=call_id, output=output):
+            return {"type": "function_call_output", "call_id": call_id, "output": text_of(output)}
+        case ReasoningItem(content=content):
+            thought = [{"type": "reasoning_text", "text": part.text} for part in content or ()]
+            sealed = item.encrypted_content
+            return {"type": "reasoning", "summary": [], "content": thought, "encrypted_content": sealed}
+    return item.model_dump()

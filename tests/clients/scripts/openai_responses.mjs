@@ -28,7 +28,7 @@ check("stream", final.output_text === deltas && typeof final.output_parsed.yes =
 const parsed = await client.responses.parse({ model, input: "hello", text });
 check("parse", typeof parsed.output_parsed.yes === "boolean");
 const called = await client.responses.create({ model, input: "hello", tools: [look], tool_choice: "required" });
-const call = called.output[0];
+const call = called.output.find((item) => item.type !== "reasoning");
 check("a function call", call.type === "function_call" && call.name === "look");
 const after = await client.responses.create({
   model,
@@ -38,6 +38,9 @@ const after = await client.responses.create({
 });
 check("its output, by previous_response_id", after.output_text);
 check("retrieve", (await client.responses.retrieve(first.id)).output_text === first.output_text);
+const listed = await client.responses.inputItems.list(first.id);
+check("inputItems", listed.data[0].content[0].text === "hello");
+check("inputTokens", (await client.responses.inputTokens.count({ model, input: "hello" })).input_tokens > 0);
 await client.responses.delete(first.id);
 const gone = await client.responses.retrieve(first.id).catch((error) => error);
 check("delete", gone.status === 404);

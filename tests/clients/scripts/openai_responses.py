@@ -31,7 +31,7 @@ with client.responses.stream(model=MODEL, input="hello", text_format=Answer) as 
     )
 check("parse", isinstance(client.responses.parse(model=MODEL, input="hello", text_format=Answer).output_parsed, Answer))
 called = client.responses.create(model=MODEL, input="hello", tools=[LOOK], tool_choice="required")
-call = called.output[0]
+call = next(item for item in called.output if item.type != "reasoning")
 check("a function call", call.type == "function_call" and call.name == "look")
 output = {"type": "function_call_output", "call_id": call.call_id, "output": "the sea"}
 after = client.responses.create(
@@ -39,6 +39,9 @@ after = client.responses.create(
 )
 check("its output, by previous_response_id", after.output_text)
 check("retrieve", client.responses.retrieve(first.id).output_text == first.output_text)
+listed = list(client.responses.input_items.list(first.id))
+check("input_items", listed[0].content[0].text == "hello")
+check("input_tokens", client.responses.input_tokens.count(model=MODEL, input="hello").input_tokens)
 client.responses.delete(first.id)
 try:
     client.responses.retrieve(first.id)
