@@ -32,15 +32,16 @@ def test_what_is_kept_is_what_a_slow_store_keeps() -> None:
     now = 0.0
     store = ResponseStore(MOST, MOST_BYTES, AGE_S, clock=lambda: now)
     slow: dict[str, tuple[float, KeptResponse]] = {}
+    made_before: list[KeptResponse | None] = [None]
     for number in range(3000):
         now += draw.choice([0.0, 1.0, 5.0, 30.0])
         slow = {id: one for id, one in slow.items() if one[0] > now - AGE_S}
         assert store.get("none") is None  # drops what is old
         match draw.choice(["add", "add", "delete"]):
             case "add":
-                before = draw.choice([None, *slow])
-                previous = None if before is None else store.get(before)
-                made = response(str(number), draw.randrange(1, 120), previous)
+                # Also one that is gone by now: it was there when the request came.
+                made = response(str(number), draw.randrange(1, 120), draw.choice(made_before[-12:]))
+                made_before += [made, None]
                 store.add(made)
                 slow[made.id] = (now, made)
                 while slow and (len(slow) > MOST or size_of(slow) > MOST_BYTES):

@@ -24,7 +24,7 @@ class KeptResponse:
     output: Sequence[Item]
     previous: KeptResponse | None
     n_bytes: int  # of its own: the body and the response
-    n_users: int = 1  # the store, and each response that continues it
+    n_users: int = 0  # the store, and each response in memory that continues it
 
     @property
     def id(self) -> str:
@@ -57,11 +57,15 @@ class ResponseStore:
 
     def add(self, kept: KeptResponse) -> None:
         """Keep a response; older ones make room."""
-        if kept.previous is not None:
-            kept.previous.n_users += 1
         self._kept[kept.id] = (self._clock(), kept)
         self._items |= {item.id: item for item in kept.output if item.id is not None}
-        self.n_bytes += kept.n_bytes
+        used: KeptResponse | None = kept
+        while used is not None:
+            used.n_users += 1
+            if used.n_users > 1:
+                break
+            self.n_bytes += used.n_bytes  # one that it continues may have been dropped while it was made
+            used = used.previous
         while self._kept and (len(self._kept) > self._most or self.n_bytes > self._most_bytes):
             self.delete(next(iter(self._kept)))
 

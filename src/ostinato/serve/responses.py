@@ -53,6 +53,9 @@ from ostinato.text.tools import Tool, ToolChoice, read_choice, read_tools
 
 IGNORED: Final = "x-ostinato-ignored"  # the header that names what of a request had no effect
 TOO_LONG: Final = "context_length_exceeded"
+NOT_KEPT: Final = (
+    "this server keeps no responses (--keep-responses); send the whole conversation as input, with store false"
+)
 _NAMES: Final = FieldNames("input", "text.format")
 _PARAMS: Final = {"messages": "input", "prompt": "input", "response_format": "text.format"}
 _ITEM: Final[TypeAdapter[Item]] = TypeAdapter(Item)
@@ -143,7 +146,7 @@ def translated(llm: LLM, body: ResponsesBody, previous: KeptResponse | None, ite
         known = {} if effort is None else effort_options(llm.template, effort)
         options = known or {}
         ignored += ["reasoning.effort"] if known is None else []
-        ignored += ["reasoning.summary"] if body.reasoning.summary or body.reasoning.generate_summary else []
+        ignored += [f"reasoning.{name}" for name in body.reasoning.model_dump(exclude={"effort"}, exclude_none=True)]
     if body.text is not None and body.text.verbosity not in (None, "medium"):
         ignored.append("text.verbosity")
     before = [] if previous is None else previous.conversation()
@@ -374,10 +377,6 @@ def _echoed(choice: ChoiceOfTool | None) -> Any:
 
 
 # Kept responses
-
-NOT_KEPT: Final = (
-    "this server keeps no responses (--keep-responses); send the whole conversation as input, with store false"
-)
 
 
 def _why_gone(service: Service) -> str:

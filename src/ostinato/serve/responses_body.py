@@ -225,11 +225,13 @@ class TextOptions(Sent):
 
 
 class ReasoningOptions(Sent):
-    """How the model reasons."""
+    """How the model reasons; beyond the effort, nothing here has an effect."""
 
-    effort: Word | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Word | None = None
     generate_summary: Word | None = None
+    context: Word | None = None
+    mode: Word | None = None
 
 
 class ResponsesBody(SamplingBody):

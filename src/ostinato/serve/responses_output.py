@@ -97,7 +97,7 @@ class MessageOutput(TextItem):
         self._logprobs: list[dict[str, Any]] = []
 
     def add(self, text: str, *, tokens: Sequence[Token] = (), **more: Any) -> Event:
-        listed = self._listed(tokens)
+        listed = self._listed(tokens) if tokens else []
         self._logprobs += listed
         return super().add(text, logprobs=listed, **more)
 
@@ -172,8 +172,8 @@ class Output:
         """`id`: of the request; the ids of items are made from it."""
         self._id, self._tokenizer, self._deltas, self._seal = id, tokenizer, deltas, seal
         self._items: list[OutputItem] = []
-        self._blank = ""  # of a message that has no other text yet: before a call it is no message
-        self._call = 0
+        self._unsaid = ""  # of a message that has no other text yet: before a call it is no message
+        self._unsaid_tokens: list[Token] = []
 
     @property
     def reason(self) -> str:
@@ -195,39 +195,44 @@ class Output:
         if delta.call is not None:
             return self._read_call(delta.call)
         if delta.reasoning:
-            events, item = self._current(ReasoningOutput, "rs", self._seal)
-            return [*events, item.add(delta.reasoning)]
-        text = self._blank + delta.content
-        self._blank = ""
-        if not text.strip() and not isinstance(self._last, MessageOutput):
-            self._blank = text
+            return self._think(delta.reasoning)
+        self._unsaid += delta.content
+        self._unsaid_tokens += tokens
+        if not self._unsaid.strip() and not isinstance(self._last, MessageOutput):
             return []
-        return self._say(text, tokens)
+        return self._say()
 
-    def _say(self, text: str, tokens: Sequence[Token]) -> list[Event]:
-        events, item = self._current(MessageOutput, "msg", self._listed)
+    def _think(self, text: str) -> list[Event]:
+        events, item = [], self._last
+        if not isinstance(item, ReasoningOutput):
+            item = ReasoningOutput(self._item_id("rs"), len(self._items), self._seal)
+            events = self._opened(item)
+        return [*events, item.add(text)]
+
+    def _say(self) -> list[Event]:
+        """The text that is not said yet."""
+        text, tokens = self._unsaid, self._unsaid_tokens
+        self._unsaid, self._unsaid_tokens = "", []
+        events, item = [], self._last
+        if not isinstance(item, MessageOutput):
+            item = MessageOutput(self._item_id("msg"), len(self._items), self._listed)
+            events = self._opened(item)
         return [*events, item.add(text, tokens=tokens)]
 
     def _read_call(self, call: CallDelta) -> list[Event]:
-        events: list[Event] = []
+        events, item = [], self._last
         if call.name is not None:
-            self._blank = ""
-            events = self._close("completed")
-            made = CallOutput(self._item_id("fc"), len(self._items), call)
-            self._items.append(made)
-            events += made.begin()
-        item = self._items[-1]
+            self._unsaid, self._unsaid_tokens = "", []
+            item = CallOutput(self._item_id("fc"), len(self._items), call)
+            events = self._opened(item)
         assert isinstance(item, CallOutput), "a call's arguments came before its name"
         return [*events, item.add(call.arguments)] if call.arguments else events
 
-    def _current(self, kind: Any, prefix: str, *more: Any) -> tuple[list[Event], Any]:
-        """The open item of a kind, and the events that opened it."""
-        if isinstance(self._last, kind):
-            return [], self._last
+    def _opened(self, item: OutputItem) -> list[Event]:
+        """The events of an item that begins: the end of the one before it comes first."""
         events = self._close("completed")
-        made = kind(self._item_id(prefix), len(self._items), *more)
-        self._items.append(made)
-        return [*events, *made.begin()], made
+        self._items.append(item)
+        return [*events, *item.begin()]
 
     @property
     def _last(self) -> OutputItem | None:
@@ -239,12 +244,15 @@ class Output:
         return [] if last is None else last.end(status)
 
     def _end(self) -> list[Event]:
-        """The end of the last item; an answer without any has a message all the same."""
-        events = [] if self._items else self._say(self._blank, ())
+        """The end of the last item; an answer that says nothing and calls nothing has a message all the same."""
+        cut_while_thinking = self.reason == "length" and bool(self._items)
+        silent = all(isinstance(item, ReasoningOutput) for item in self._items)
+        events = self._say() if silent and not cut_while_thinking else []
         return events + self._close("incomplete" if self.reason == "length" else "completed")
 
     def _item_id(self, prefix: str) -> str:
         return f"{prefix}_{self._id}{len(self._items):04x}"
 
     def _listed(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
-        return logprobs.for_chat(self._tokenizer, tokens)["content"] if tokens else []
+        content: list[dict[str, Any]] = logprobs.for_chat(self._tokenizer, tokens)["content"]
+        return content
