@@ -72,6 +72,15 @@ def test_digests_are_those_of_the_single_server_on_every_replica(server: Replica
     assert refused.json()["error"]["param"] == "temprature"
 
 
+def test_a_response_is_answered_and_not_kept(server: Replicas) -> None:
+    made = server.post("/v1/responses", {"input": "hello", "max_output_tokens": 3}).json()
+    assert (made["status"], made["store"]) == ("incomplete", False)
+    assert server.get(f"/v1/responses/{made['id']}").status_code == 404
+    refused = server.post("/v1/responses", {"input": "hello", "previous_response_id": made["id"]})
+    assert refused.status_code == 400
+    assert "--keep-responses" in refused.json()["error"]["message"]
+
+
 def test_no_process_of_rays_imports_from_the_folder_that_it_was_started_in(server: Replicas) -> None:
     assert server.traps.sprung() == []
 
