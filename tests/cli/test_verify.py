@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from ostinato.backends.torch.plan import tensors_of
 from ostinato.engine import load
 from ostinato.engine.checks import Check
 from ostinato.engine.cores import default_threads
+from ostinato.options import LoadOptions
 from tests.cli.conftest import RunCli
 from tests.models import tiny_encoders
 
@@ -110,3 +115,38 @@ def test_an_encoder_is_refused(ostinato: RunCli, tmp_path: Path) -> None:
     ran = ostinato("verify", "--model", tiny_encoders.gguf("bert", tmp_path), "--device", "cpu")
     assert ran.code == 2
     assert "bert is an encoder" in ran.err
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_result_on_a_gpu_is_kept_for_auto_or_removed(
+    passes: bool, ostinato: RunCli, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stub in place of the GPU and of its comparison: what is kept follows from the report."""
+    from ostinato.backends.compare import Difference
+    from ostinato.engine import machine, verified
+    from ostinato.engine import verify as of_engine
+    from ostinato.engine.checks import VerifyReport
+
+    card = verified.VerifiedCard("a card", "8.9", "570.1")
+    earlier = Check("persistent", "eager", "tolerance", 1, 0.1, None, {})
+    verified.keep(card, VerifyReport((earlier,), {}), "earlier.gguf", lambda _: None)
+
+    def compare(*_: object, **__: object) -> VerifyReport:
+        assert verified.verified_modes(card, lambda _: None) == ()  # a run that is killed has not passed
+        wrong = None if passes else Difference("a step", "logits", (0,), "1", "2")
+        return VerifyReport((Check("persistent", "eager", "tolerance", 1, 0.1, wrong, {}),), {})
+
+    opened = verify.opened_bare
+
+    @contextmanager
+    def on_gpu(model: str, options: LoadOptions) -> Iterator[Any]:
+        with opened(model, replace(options, mode="auto", device="cpu")) as bare:
+            settled = replace(bare.settled, device="cuda:0", backend="tape", mode="persistent", weights="packed")
+            yield SimpleNamespace(settled=settled, checkpoint=bare.checkpoint, load=lambda *_, **__: None)
+
+    monkeypatch.setattr(verify, "opened_bare", on_gpu)
+    monkeypatch.setattr(machine, "verified_card", lambda device: card)
+    monkeypatch.setattr(of_engine, "Verifier", lambda *_, **__: SimpleNamespace(verify=compare))
+    ran = ostinato("verify", "--model", tiny, "--mode", "persistent")
+    assert (ran.code, ran.err) == (0 if passes else 3, "")
+    assert verified.verified_modes(card, lambda _: None) == (("persistent",) if passes else ())

@@ -13,7 +13,7 @@ import typer
 from ostinato.cli import flags
 from ostinato.cli.bare import opened_bare
 from ostinato.cli.flags import Flag
-from ostinato.cli.output import detail, write_columns, write_json, write_line
+from ostinato.cli.output import detail, talk, write_columns, write_json, write_line
 from ostinato.errors import OstinatoError
 from ostinato.extras import why_missing
 from ostinato.files.store import DEFAULT
@@ -51,14 +51,19 @@ def verify(
 
 
 def _verified(model: str, options: LoadOptions) -> tuple[VerifyReport, dict[str, Any]]:
-    """Load the model as an engine would, and run every check."""
+    """Load the model as an engine would, run every check, and keep a GPU's result for `auto`."""
+    from ostinato.engine import verified
     from ostinato.engine.checks import VerifyReport
+    from ostinato.engine.machine import verified_card
     from ostinato.engine.verify_native import NativeVerifier
     from ostinato.text.of_checkpoint import tokenizer_of
 
     with opened_bare(model, options) as bare:
         settled, n_tokens, loaded = bare.settled, tokenizer_of(bare.checkpoint).vocab_size, bare.load()
         report, tiles = VerifyReport((), {}), settled.weights == "tiles"
+        card = verified_card(settled.device) if settled.kind == "cuda" else None
+        if card is not None:
+            verified.forget(card, {options.mode} & set(verified.DOUBTED), talk)
         if tiles:
             report += NativeVerifier(loaded, settled, n_tokens).verify(bare.load, detail)
         if (no_torch := why_missing("torch", "the reference backend")) is not None:
@@ -72,6 +77,8 @@ def _verified(model: str, options: LoadOptions) -> tuple[VerifyReport, dict[str,
             dense = (lambda: bare.load("cpu", dense=True)) if tiles else None
             again = None if tiles else (lambda: bare.load("cpu"))
             report += verifier.verify(again, detail, dense=dense)
+        if card is not None:
+            verified.keep(card, report, bare.checkpoint.path.name, talk)
     return report, {
         "model": model,
         "path": str(bare.checkpoint.path),

@@ -26,8 +26,10 @@ from ostinato.backends.tape.backend import TAPE
 from ostinato.backends.torch.backend import TORCH, TWIN
 from ostinato.cache.kv_bytes import check_kv_width, kv_bytes
 from ostinato.engine.cores import default_threads
+from ostinato.engine.known_cards import has_run
 from ostinato.engine.machine import choose_device, machine_at, why_gpu_unused
 from ostinato.engine.memory_plan import LEAST_CONTEXT, MemoryPlan
+from ostinato.engine.verified import DOUBTED
 from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
 from ostinato.extras import check_extra
 from ostinato.models.header import HeaderTensors, tensors_in, tensors_of
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 BACKENDS: Final[tuple[Backend, ...]] = (TAPE, CUDA, NATIVE, TORCH)  # from the fastest to the plainest
 DENSE: Final = {"F32", "F16", "BF16"}
 HELD: Final = "another engine of this process has it, and it fills the card"
+UNVERIFIED: Final = "not chosen by auto until `ostinato verify --mode {mode} MODEL` has passed on this card"
 NO_ROOM: Final = "its tape does not fit beside the weights (--mode persistent has prompts read it instead)"
 
 
@@ -108,7 +111,7 @@ def choose(
     """Settle what the options leave open, and refuse what cannot run or does not fit. `talk` is called with a sentence
     where a choice may surprise the user."""
     if machine is None:
-        machine = machine_at(choose_device(options.device))
+        machine = machine_at(choose_device(options.device), talk)
         if options.device == "auto" and (unused := why_gpu_unused()) is not None:
             talk(unused)
     describe(checkpoint, shape)  # a file that contradicts itself is refused before its sizes are believed
@@ -210,7 +213,17 @@ def _why_not_unasked(settled: Settled, case: LoadCase) -> str | None:
         return None
     if cards.is_held(settled.device):
         return HELD
+    if (unverified := why_unverified(settled.mode, case.machine)) is not None:
+        return unverified
     return None if case.plan_of_one_context(settled).fits else NO_ROOM
+
+
+def why_unverified(mode: str, machine: Machine) -> str | None:
+    """Why `auto` does not trust a mode on this card; None where it does: where it ran before a release, or was verified
+    by the user with this driver and this version."""
+    if mode not in DOUBTED or machine.chip is None or has_run(machine.chip.capability) or mode in machine.verified:
+        return None
+    return UNVERIFIED.format(mode=mode)
 
 
 def _draft(backend: Backend, mode: str, case: LoadCase) -> Settled:

@@ -2,20 +2,56 @@
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
+
 from ostinato.backends.machine import Machine, driver_cuda, free_host_bytes, kind_of
+from ostinato.engine.verified import VerifiedCard, verified_modes
 from ostinato.errors import HardwareCannot
 from ostinato.extras import missing, why_missing
+from ostinato.options import Talk
 
 
-def machine_at(device: str) -> Machine:
-    """What there is to know about a device that is there."""
+def machine_at(device: str, talk: Talk = lambda _: None) -> Machine:
+    """What there is to know about a device that is there; `talk` gets a sentence where some of it cannot be read."""
     if kind_of(device) == "cpu":
         free = free_host_bytes()
         return Machine(device, free, free)
     from ostinato.backends.cuda import gpu
 
-    free, _ = gpu.memory_of(device)
-    return Machine(device, free, free_host_bytes(), gpu.chip_of(device), driver_cuda(), missing("gpu"))
+    (free, _), chip = gpu.memory_of(device), gpu.chip_of(device)
+    verified = verified_modes(verified_card(device), talk)
+    return Machine(device, free, free_host_bytes(), chip, driver_cuda(), missing("gpu"), verified)
+
+
+def verified_card(device: str) -> VerifiedCard:
+    """What results of `ostinato verify` hold for on a GPU."""
+    from ostinato.backends.cuda import gpu
+
+    return VerifiedCard.of(gpu.chip_of(device), gpu.name_of(device), driver_version() or "unknown")
+
+
+def driver_version() -> str | None:
+    """The version of the NVIDIA driver, by the kernel's module or, on WSL, which has none, by NVML. None without it."""
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text().split()
+        found = next((word for word in words if word[0].isdigit() and "." in word), None)
+    except OSError:
+        found = None
+    return found or _nvml_driver_version()
+
+
+def _nvml_driver_version() -> str | None:
+    said = ctypes.create_string_buffer(96)
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() != 0:
+            return None
+        failed = nvml.nvmlSystemGetDriverVersion(said, len(said))
+        nvml.nvmlShutdown()
+    except (OSError, AttributeError):
+        return None
+    return None if failed else said.value.decode("ascii", "replace")
 
 
 def choose_device(wanted: str) -> str:
