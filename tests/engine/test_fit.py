@@ -233,11 +233,13 @@ def test_prompts_read_the_tape_where_a_plain_copy_beside_it_does_not_fit(card: C
         settled(little, host_bytes=card.weights - 1)
 
 
-def test_auto_has_a_tape_where_it_fits_beside_the_weights_or_was_asked_for(card: Card) -> None:
+def test_auto_has_a_tape_where_it_fits_with_or_without_a_plain_copy_or_was_asked_for(card: Card) -> None:
     little = card.weights + card.tape + card.beside + 3 * card.page
     assert card.settled(8 << 30).mode == "persistent"
-    without = card.settled(little)
-    assert (without.mode, without.prompts) == ("loop", "plain")
+    alone = card.settled(little)
+    assert (alone.mode, alone.prompts, alone.fallback) == ("persistent", "tape", None)
+    for without in (card.settled(little, prompts="plain"), card.settled(little, host_bytes=card.weights - 1)):
+        assert (without.mode, without.prompts, without.fallback) == ("loop", "plain", "graph")
     needs: list[dict[str, Any]] = [{"activations": "int8"}, {"prompts": "tape"}]
     for words in needs:  # which no other mode of a GPU has
         asked = card.settled(little, **words)

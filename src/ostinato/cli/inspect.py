@@ -180,6 +180,9 @@ def plan_facts(plan: MemoryPlan) -> dict[str, Any]:
         "used_bytes": plan.used_bytes,
         "request": {"positions": plan.request_positions, "bytes": plan.request_bytes},
         "free_bytes": plan.free_bytes,
+        "mode": settled.mode,
+        "prompts": settled.prompts,
+        "fitting": [{"slots": n_slots, "context": context} for n_slots, context in plan.fitting],
         "fits": plan.fits,
         "verdict": plan.verdict,
     }
@@ -204,7 +207,20 @@ def plan_rows(plan: dict[str, Any]) -> list[tuple[str, ...]]:
     request, used = plan["request"], f"{megabytes(plan['used_bytes'])} once the model is loaded"
     if request["bytes"]:
         used += f", {megabytes(request['bytes'])} more by a request of {request['positions']:,} tokens"
-    return [*rows, ("plan: in all", verdict), ("plan: used", used)]
+    rows += [("plan: in all", verdict), ("plan: used", used)]
+    if plan["fitting"]:
+        rows.append(("plan: fits", "whole contexts at once: " + fitting_text(plan["fitting"])))
+    return rows
+
+
+def fitting_text(fitting: list[dict[str, int]]) -> str:
+    """
+    >>> fitting_text([{"slots": 8, "context": 8192}, {"slots": 1, "context": 65_536}])
+    '8 slots with a context of 8,192, 1 with 65,536'
+    """
+    first, *more = fitting
+    said = [f"{first['slots']} slot{'s' if first['slots'] > 1 else ''} with a context of {first['context']:,}"]
+    return ", ".join([*said, *(f"{one['slots']} with {one['context']:,}" for one in more)])
 
 
 def _tokenizer_facts(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -45,7 +45,8 @@ BACKENDS: Final[tuple[Backend, ...]] = (TAPE, CUDA, NATIVE, TORCH)  # from the f
 DENSE: Final = {"F32", "F16", "BF16"}
 HELD: Final = "another engine of this process has it, and it fills the card"
 UNVERIFIED: Final = "not chosen by auto until `ostinato verify --mode {mode} MODEL` has passed on this card"
-NO_ROOM: Final = "its tape does not fit beside the weights (--mode persistent has prompts read it instead)"
+NO_ROOM: Final = "its tape and a context do not fit, not even with prompts that read the tape (--prompts tape)"
+ROOM_CONTEXT: Final = 16_384  # with which `auto` has prompts read the tape, where no context was asked for
 
 
 def backend_of(settled: Settled) -> Backend:
@@ -83,9 +84,9 @@ class LoadCase:
         """The memory of a record, beside the free memory."""
         return MemoryPlan(backend_of(settled), self.shape, self.tensors, settled, self.machine.free_bytes)
 
-    def plan_of_one_context(self, settled: Settled) -> MemoryPlan:
+    def plan_of_one_context(self, settled: Settled, prompts: PromptWeights = "plain") -> MemoryPlan:
         """The plan with pages for one slot's context; further pages come from the remaining memory."""
-        return self.plan(replace(settled, n_pages=settled.max_pages, prompts="plain"))
+        return self.plan(replace(settled, n_pages=settled.max_pages, prompts=prompts))
 
 
 def why_not_here(machine: Machine) -> dict[str, str | None]:
@@ -215,7 +216,19 @@ def _why_not_unasked(settled: Settled, case: LoadCase) -> str | None:
         return HELD
     if (unverified := why_unverified(settled.mode, case.machine)) is not None:
         return unverified
-    return None if case.plan_of_one_context(settled).fits else NO_ROOM
+    return None if case.plan_of_one_context(settled).fits or _fits_once(settled, case) else NO_ROOM
+
+
+def _fits_once(settled: Settled, case: LoadCase) -> bool:
+    """Whether the tape fits where prompts read it, and no plain copy lies beside it; a default context may be
+    lowered, as it is in other modes."""
+    if (
+        case.options.prompts == "plain"
+        or case.plan_of_one_context(settled).bytes_of("weights") > case.machine.host_bytes
+    ):
+        return False
+    context = settled.context if case.options.context else min(settled.context, ROOM_CONTEXT)
+    return case.plan_of_one_context(replace(settled, context=context), "tape").fits
 
 
 def why_unverified(mode: str, machine: Machine) -> str | None:
@@ -255,6 +268,8 @@ def fit(settled: Settled, case: LoadCase, talk: Talk) -> Settled:
     shape = case.shape
     if backend_of(settled).alone:
         settled = replace(settled, prompts=_prompts(settled, case, talk))
+    if settled.prompts == "tape":
+        settled = replace(settled, fallback=None)  # the other modes' kernels read a plain copy, which there is not
     plan = case.plan(settled)
     free, tape, weights = plan.usable_bytes, plan.bytes_of("tape"), plan.bytes_of("weights", "tape")
     if weights > free:
@@ -263,11 +278,12 @@ def fit(settled: Settled, case: LoadCase, talk: Talk) -> Settled:
             how += f", {gib(tape)} of it {'once more ' if settled.prompts == 'plain' else ''}for the persistent kernel,"
         advice = "try --prompts tape, or " if tape and settled.prompts == "plain" else _narrower(settled)
         raise HardwareCannot(
-            f"the weights need {gib(weights)} {how} and {settled.device} has {gib(free)} to give; {advice}take a "
-            "smaller model"
+            f"the weights need {gib(weights)} {how} and {settled.device} has {gib(free)} to give; {advice}take "
+            f"{plan.smaller or 'a smaller model'}"
         )
     left = plan.left_for_pages
-    settled = replace(settled, context=choose_context(shape, settled, case.options.context, left, talk))
+    context = choose_context(shape, settled, case.options.context, left, talk, plan.smaller)
+    settled = replace(settled, context=context)
     runs = shape.causal or backend_of(settled).opens_encoders
     return replace(settled, n_pages=choose_pages(shape, settled, left) if runs else 0)
 
@@ -297,8 +313,10 @@ def _narrower(settled: Settled) -> str:
     return "try --dtype bfloat16, or " if settled.dtype == "float32" and settled.weights != "tiles" else ""
 
 
-def choose_context(shape: Shape, settled: Settled, wanted: int | None, free: int, talk: Talk) -> int:
-    """The context asked for, or as much of the model's own as fits."""
+def choose_context(
+    shape: Shape, settled: Settled, wanted: int | None, free: int, talk: Talk, smaller: str | None = None
+) -> int:
+    """The context asked for, or as much of the model's own as fits. `smaller`: what to take instead of the model."""
     device, kv_type = settled.device, settled.kv_type
 
     def needed(context: int) -> int:
@@ -317,6 +335,7 @@ def choose_context(shape: Shape, settled: Settled, wanted: int | None, free: int
     if most < LEAST_CONTEXT:
         raise HardwareCannot(
             f"{device} has {gib(free)} left beside the weights and buffers: too little for keys and values"
+            f"{'' if smaller is None else f'; take {smaller}'}"
         )
     if most < shape.default_context:
         talk(

@@ -7,11 +7,14 @@ how much is needed, how much is free and what to lower.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from ostinato.backends.base import Backend, MemoryRow, Settled
 from ostinato.backends.memory_rows import KV_PAGES
+from ostinato.engine.quantisations import QUANTISATIONS, largest_within
 from ostinato.errors import HardwareCannot
 from ostinato.files.fetch import megabytes
 from ostinato.models.header import HeaderTensors
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
 
 LEAST_CONTEXT: Final = 128
 USABLE_SHARE: Final = 0.9  # of free memory; the rest is for what was counted too low, and for other processes
+CONTEXT_STEP: Final = 256  # of contexts that are told to fit
+FEWER_BYTES: Final = 0.95  # of what weights take now: a quantisation of more is no smaller one
+SMALL_CONTEXT: Final = 4096  # with which a quantisation must fit to be advised
 REQUEST_POSITIONS: Final = 1024  # of the request whose memory is told
 
 
@@ -111,8 +117,43 @@ class MemoryPlan:
         weights, beside = self.bytes_of("weights"), self.bytes_beside_pages
         return (
             f"without pages it is {megabytes(beside)}, and the weights alone are {megabytes(weights)}: take {narrower}"
-            "fewer bits a weight or a smaller model"
+            f"{self.smaller or 'fewer bits a weight or a smaller model'}"
         )
+
+    @property
+    def fitting(self) -> tuple[tuple[int, int], ...]:
+        """Numbers of slots, from as many as settled down to one, each with the longest context of which every slot has
+        all pages at once; one that has no longer context than more slots have is left out."""
+        found: list[tuple[int, int]] = []
+        if not self.shape.causal:
+            return ()  # no sequence of an encoder stays
+        for n_slots in _halves(self.settled.n_slots):
+            steps = range(CONTEXT_STEP, self.shape.context + CONTEXT_STEP, CONTEXT_STEP)
+            n_steps = bisect_right(steps, False, key=partial(self._is_over, n_slots))
+            context = min(n_steps * CONTEXT_STEP, self.shape.context)
+            if context >= LEAST_CONTEXT and (not found or context > found[-1][1]):
+                found.append((n_slots, context))
+        return tuple(found)
+
+    @property
+    def smaller(self) -> str | None:
+        """Which quantisation of a model that does not fit would fit, as advice; None where the weights are dequantised,
+        whatever the file has."""
+        if self.settled.weights == "dense" or not self.tensors:
+            return None
+        least = self._with(1, min(SMALL_CONTEXT, self.shape.context))
+        room = self.usable_bytes - (least.device_bytes - least.bytes_of("weights", "tape"))
+        now = max(self.bytes_of("weights"), self.bytes_of("tape"))
+        if (found := largest_within(min(room, int(FEWER_BYTES * now)), self.shape, self.tensors)) is None:
+            none = largest_within(room, self.shape, self.tensors) is None
+            return "a smaller model" + (f": not even {QUANTISATIONS[-1].name} of this one would fit" if none else "")
+        return (
+            f"this model as {found[0].name} (about {megabytes(found[1])} of weights, which fit with a context of "
+            f"{least.settled.context}) or a smaller model"
+        )
+
+    def _is_over(self, n_slots: int, context: int) -> bool:
+        return not self._with(n_slots, context).fits
 
     def _with(self, n_slots: int, context: int) -> MemoryPlan:
         """The plan of fewer slots or a shorter context, with pages for all of it."""
