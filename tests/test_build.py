@@ -255,7 +255,7 @@ def test_a_machine_without_a_compiler_is_told_what_to_do(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(build, "_zig", lambda: None)
+    monkeypatch.setattr(build, "zig_command", lambda language: None)
     if variable:
         monkeypatch.setenv("CXX", variable)
     with pytest.raises(HardwareCannot, match=r"no C\+\+ compiler.*CXX"):

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from ostinato import LLM, extras
 from ostinato.errors import HardwareCannot
@@ -23,7 +24,7 @@ def test_the_packages_of_an_extra_are_those_of_the_project() -> None:
         assert set(packages) == packages_of(extra) - NOT_IMPORTED
 
 
-NOT_IMPORTED = {"uvloop", "httptools", "nvidia-cuda-nvrtc"}  # found by others, or done without
+NOT_IMPORTED = {"uvloop", "httptools"}  # found by others, or done without
 
 
 def packages_of(extra: str) -> set[str]:
@@ -32,6 +33,14 @@ def packages_of(extra: str) -> set[str]:
     own = {found[0].split("[")[0]: found[1] for found in named if found}
     held = own.pop("ostinato", None)
     return own.keys() | (packages_of(held) if held else set())
+
+
+def test_a_gpu_runs_with_the_bindings_of_cuda_12_and_of_13() -> None:
+    """A build of torch needs those of its own CUDA; both were compiled with (docs/install.md)."""
+    wanted = next(SpecifierSet(entry[len("cuda-bindings") :]) for entry in EXTRAS["gpu"] if "cuda-bindings" in entry)
+    assert [version in wanted for version in ("12.8.0", "12.9.4", "12.9.10", "13.0.3", "13.5.0", "14.0.0")] == [
+        *(False, True, True, True, True, False)
+    ]
 
 
 def test_what_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

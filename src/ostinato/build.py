@@ -157,18 +157,24 @@ def cxx() -> Cxx:
             return Cxx((found,))
     if given:
         raise HardwareCannot(f"no C++ compiler: $CXX is {given!r}, which is not there; unset it, or name another in it")
-    if zig := _zig():
-        return zig
+    if zig := zig_command("c++"):
+        return Cxx(zig, is_zig=True)
     tried = f"none of {', '.join(_COMPILERS)} is there, nor the package ziglang"
     raise HardwareCannot(f"no C++ compiler: {tried}; install one ({_INSTALL}), or name yours in the variable CXX")
 
 
-def _zig() -> Cxx | None:
+def zig_command(language: str) -> tuple[str, ...] | None:
+    """The compiler of the package ziglang for `cc` or `c++`; None where that is not installed."""
     package = importlib.util.find_spec("ziglang")
     for folder in package.submodule_search_locations or () if package else ():
         if found := shutil.which("zig", path=folder):
-            return Cxx((found, "c++"), is_zig=True)
+            return found, language
     return None
+
+
+def zig_environment(folder: Path) -> dict[str, str]:
+    """This process's variables, and where zig keeps what it compiles for itself (`folder` is a temporary one)."""
+    return {**_zig_caches(folder), **os.environ}
 
 
 def _options(compiler: Cxx, flags: Sequence[str], zig_flags: Sequence[str] | None) -> list[str]:
@@ -347,7 +353,7 @@ def _for_linking(options: Sequence[str]) -> list[str]:
 def _run_all(commands: Sequence[Sequence[str]], folder: Path, is_zig: bool) -> None:
     """Run commands in parallel; raises _Refused with the output of the first that failed."""
     with ExitStack() as running:
-        environment = {**(_zig_caches(folder) if is_zig else {}), **os.environ}
+        environment = zig_environment(folder) if is_zig else dict(os.environ)
         start = partial(subprocess.Popen, cwd=folder, stdout=DEVNULL, stderr=PIPE, text=True, env=environment)
         started = [running.enter_context(start(command)) for command in commands]
         said = [one.communicate()[1] for one in started]

@@ -63,6 +63,14 @@ def cpu_install_command(extra: str) -> str:
     return f"{python} -m pip install uv && {python} -m uv pip install --torch-backend cpu {_package(extra)}"
 
 
+def gpu_install_command() -> str:
+    """What installs the extra `gpu` with the build of torch that this machine's driver can run: pip keeps any build
+    that is there, and takes the newest CUDA otherwise; uv asks the driver."""
+    python = sys.executable
+    to = f"--torch-backend auto --reinstall-package torch {_package('gpu')}"
+    return f"{python} -m pip install uv && {python} -m uv pip install {to}"
+
+
 def _package(extra: str) -> str:
     if (_CHECKOUT / "pyproject.toml").is_file():
         return f"--editable '{_CHECKOUT}[{extra}]'"

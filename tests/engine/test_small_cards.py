@@ -142,3 +142,16 @@ def test_a_lower_mode_runs_where_the_tape_was_not_to_be_read_or_the_host_cannot_
     assert (asked.record.mode, little.record.mode) == ("loop", "loop")
     long = Fitted("8B", "q4_k_m", 16, context=60_000)  # asked for, so it is not lowered for the tape's sake
     assert (long.record.mode, long.record.context) == ("loop", 60_000)
+
+
+def test_a_card_that_another_process_fills_is_told_what_is_free_and_what_is_needed() -> None:
+    machine = Machine("cuda:1", 3 * GB, 64 * GB, HOPPER, 13_000, total_bytes=24 * GB)
+    case = LoadCase(LLAMA_8B, header("8B", "q4_k_m"), LoadOptions(), machine)
+    words = (
+        r"need 4\.6 GiB packed and cuda:1 has 2\.5 GiB to give \(19\.6 GiB of its 22\.4 GiB are in use: `nvidia-smi`"
+    )
+    with pytest.raises(HardwareCannot, match=words):
+        fit(decide(case), case, lambda _: None)
+    free = replace(case, machine=replace(machine, total_bytes=3 * GB + (300 << 20)))
+    with pytest.raises(HardwareCannot, match="to give; take"):  # what every process takes is not told
+        fit(decide(free), free, lambda _: None)

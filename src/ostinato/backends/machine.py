@@ -119,6 +119,7 @@ class Machine:
     chip: Chip | None = None  # of a GPU
     driver_cuda: int | None = None  # the newest CUDA that the driver knows, as it numbers them: 12040 is 12.4
     missing: tuple[str, ...] = ()  # packages that a GPU needs and that are not installed
+    total_bytes: int | None = None  # of the device's memory, in use or not; None where that is not known
     verified: tuple[str, ...] = ()  # modes that `ostinato verify` found right on this card (engine/verified.py)
 
     @property

@@ -46,6 +46,7 @@ DENSE: Final = {"F32", "F16", "BF16"}
 HELD: Final = "another engine of this process has it, and it fills the card"
 UNVERIFIED: Final = "not chosen by auto until `ostinato verify --mode {mode} MODEL` has passed on this card"
 NO_ROOM: Final = "its tape and a context do not fit, not even with prompts that read the tape (--prompts tape)"
+OWN_BYTES: Final = 1 << 30  # of a GPU's memory that are in use with no other process: its context, and a desktop's
 ROOM_CONTEXT: Final = 16_384  # with which `auto` has prompts read the tape, where no context was asked for
 
 
@@ -277,13 +278,17 @@ def fit(settled: Settled, case: LoadCase, talk: Talk) -> Settled:
         if tape:
             how += f", {gib(tape)} of it {'once more ' if settled.prompts == 'plain' else ''}for the persistent kernel,"
         advice = "try --prompts tape, or " if tape and settled.prompts == "plain" else _narrower(settled)
+        has = f"{settled.device} has {gib(free)} to give{_in_use(case.machine)}"
         raise HardwareCannot(
-            f"the weights need {gib(weights)} {how} and {settled.device} has {gib(free)} to give; {advice}take "
-            f"{plan.smaller or 'a smaller model'}"
+            f"the weights need {gib(weights)} {how} and {has}; {advice}take {plan.smaller or 'a smaller model'}"
         )
     left = plan.left_for_pages
-    context = choose_context(shape, settled, case.options.context, left, talk, plan.smaller)
-    settled = replace(settled, context=context)
+    if left < context_bytes(shape, replace(settled, context=min(LEAST_CONTEXT, shape.context))):
+        raise HardwareCannot(
+            f"{settled.device} has {gib(left)} left beside the weights and buffers: too little for keys and values"
+            f"{_in_use(case.machine)}; take {plan.smaller or 'a smaller model'}"
+        )
+    settled = replace(settled, context=choose_context(shape, settled, case.options.context, left, talk))
     runs = shape.causal or backend_of(settled).opens_encoders
     return replace(settled, n_pages=choose_pages(shape, settled, left) if runs else 0)
 
@@ -308,15 +313,22 @@ def _prompts(settled: Settled, case: LoadCase, talk: Talk) -> PromptWeights:
     return "tape"
 
 
+def _in_use(machine: Machine) -> str:
+    """That other processes have a part of a GPU's memory, where they have; the part that every process takes for itself
+    is not told."""
+    used = 0 if machine.total_bytes is None else machine.total_bytes - machine.free_bytes
+    if used < OWN_BYTES:
+        return ""
+    return f" ({gib(used)} of its {gib(machine.total_bytes or 0)} are in use: `nvidia-smi` lists the processes)"
+
+
 def _narrower(settled: Settled) -> str:
     """Advice on how weights that were dequantised would be smaller."""
     return "try --dtype bfloat16, or " if settled.dtype == "float32" and settled.weights != "tiles" else ""
 
 
-def choose_context(
-    shape: Shape, settled: Settled, wanted: int | None, free: int, talk: Talk, smaller: str | None = None
-) -> int:
-    """The context asked for, or as much of the model's own as fits. `smaller`: what to take instead of the model."""
+def choose_context(shape: Shape, settled: Settled, wanted: int | None, free: int, talk: Talk) -> int:
+    """The context asked for, or as much of the model's own as fits, of which there is some."""
     device, kv_type = settled.device, settled.kv_type
 
     def needed(context: int) -> int:
@@ -332,11 +344,6 @@ def choose_context(
                 f"has {gib(free)} left; at most {most} fit"
             )
         return wanted
-    if most < LEAST_CONTEXT:
-        raise HardwareCannot(
-            f"{device} has {gib(free)} left beside the weights and buffers: too little for keys and values"
-            f"{'' if smaller is None else f'; take {smaller}'}"
-        )
     if most < shape.default_context:
         talk(
             f"the model's context of {shape.default_context} tokens needs {gib(needed(shape.default_context))} and "

@@ -72,7 +72,7 @@ def compiler() -> None:
 def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(build, "_zig", lambda: None)
+    monkeypatch.setattr(build, "zig_command", lambda language: None)
 
 
 @pytest.fixture
@@ -260,7 +260,7 @@ def test_the_wheels_object_is_used_and_nothing_is_compiled(
     prebuild(sources)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(build, "_zig", lambda: None)
+    monkeypatch.setattr(build, "zig_command", lambda language: None)
     said: list[str] = []
     assert native_status().origin == "of the wheel"
     assert isinstance(cpu_library(said.append), ctypes.CDLL)
@@ -291,7 +291,7 @@ def test_an_object_that_cannot_be_trusted_is_compiled_again_and_noted(
     monkeypatch.setattr(native_cpu, "_opened", {})
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(build, "_zig", lambda: None)
+    monkeypatch.setattr(build, "zig_command", lambda language: None)
     with pytest.raises(HardwareCannot, match=f"{why}.*, and no C\\+\\+ compiler"):
         cpu_library()
 

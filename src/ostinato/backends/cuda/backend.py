@@ -92,7 +92,9 @@ class CudaBackend:
         return without_empty(weights, *rows_beside_weights(shape, settled)) if shape.causal else (weights,)
 
     def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
-        return
+        from ostinato.backends.cuda.launcher import prepare_launcher
+
+        prepare_launcher()
 
     def load(
         self, blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None

@@ -23,7 +23,7 @@ from ostinato.backends.base import CHUNK_ROWS, ChunkOutput, ChunkPart, ChunkWant
 from ostinato.backends.cuda.outputs import ChunkOutputs
 from ostinato.backends.cuda.plan import flat, heads_of, paged_kv_of
 from ostinato.backends.cuda.scratch import Scratch
-from ostinato.backends.torch.allocate import zeros
+from ostinato.backends.torch.allocate import pinned_zeros, zeros
 from ostinato.backends.torch.first_token import FirstToken
 from ostinato.backends.torch.kernels import Kernels, Launch, play
 from ostinato.backends.torch.model import Model
@@ -65,7 +65,10 @@ class FusedChunks:
         # the rows, and the parts' page tables, as many as there are. The staged side is ours and stays, because the
         # copy runs on when the caller has gone (E-34).
         size = 4 + 8 * most + most * n_groups * max_pages
-        self._staged = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        on_gpu = device.type == "cuda"
+        self._staged = (
+            pinned_zeros((size,), torch.int32, "chunks of prompts") if on_gpu else made(size, dtype=torch.int32)
+        )
         self._brought = made(size, dtype=torch.int32)
         self._to_stage, brought = (
             _Brought.over(memory, most, n_groups, max_pages) for memory in (self._staged, self._brought)

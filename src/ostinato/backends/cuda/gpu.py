@@ -12,11 +12,14 @@ from ostinato.backends.machine import PRETENDED, TUNED, Chip, pretended
 Gpu = torch.device | str | int
 
 
-def why_none() -> str | None:
-    """Why no GPU can be used here; None where one can."""
-    if torch.cuda.is_available():
-        return None
-    return "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no NVIDIA driver or no GPU"
+def is_usable() -> bool:
+    """Whether torch can use a GPU here."""
+    return torch.cuda.is_available()
+
+
+def built_for() -> str | None:
+    """The CUDA version that this build of torch is for; None of a build without CUDA."""
+    return torch.version.cuda
 
 
 def count() -> int:

@@ -110,7 +110,9 @@ class TapeBackend:
         )
 
     def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
-        return
+        from ostinato.backends.cuda.launcher import prepare_launcher
+
+        prepare_launcher()
 
     def load(
         self, blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None

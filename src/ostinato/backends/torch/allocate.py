@@ -22,6 +22,18 @@ def zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tens
     return _claimed(_system_zeros if device.type == "cpu" else torch.zeros, size, dtype, device)
 
 
+def pinned_zeros(size: Sequence[int], dtype: torch.dtype, what: str) -> Tensor:
+    """Zeroed host memory that a GPU reads and writes by itself; the system may give little of it, as WSL does."""
+    try:
+        return torch.zeros(tuple(size), dtype=dtype, pin_memory=True)
+    except (MemoryError, RuntimeError) as error:
+        n_bytes, cause = prod(size) * dtype.itemsize, str(error).splitlines()[0]
+        raise HardwareCannot(
+            f"the system gives no {n_bytes / 2**20:.1f} MiB of pinned memory for {what} ({cause}); lower --slots and "
+            "--context, and on WSL 2 raise `memory` in .wslconfig"
+        ) from error
+
+
 ALIGNMENT = 256  # bytes: of every piece of an arena
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from ostinato.backends.torch.allocate import pinned_zeros
 from ostinato.loop.layout import Kind, Layout, Tables
 
 
@@ -11,7 +12,7 @@ def tensor_tables(layout: Layout, device: torch.device) -> Tables:
         return as_tensors(Tables.of(layout))
     own, *mapped = layout.n_bytes
     table = torch.zeros(own, dtype=torch.uint8, device=device)
-    pinned = [torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=True) for n_bytes in mapped]
+    pinned = [pinned_zeros((n_bytes,), torch.uint8, "the rings between host and GPU") for n_bytes in mapped]
     return Tables.over(layout, [table, *pinned], dtype_of)
 
 

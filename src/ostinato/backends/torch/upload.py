@@ -52,7 +52,7 @@ class _Windows:
         on_gpu, cuda = device.type == "cuda", _cuda()
         self._device = device
         self._stream: Any = cuda.Stream(device) if on_gpu else None
-        self._windows = [torch.empty(n_bytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+        self._windows = [_window(n_bytes, pinned=on_gpu) for _ in range(2)]
         self._copied: list[Any] = [cuda.Event() if on_gpu else None for _ in range(2)]
 
     def put(self, raw: NDArray[np.uint8], out: Tensor) -> None:
@@ -75,6 +75,14 @@ class _Windows:
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _window(n_bytes: int, *, pinned: bool) -> Tensor:
+    """Plain memory where the system gives no pinned memory, as WSL may: the copy is then slower, and as right."""
+    try:
+        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=pinned)
+    except RuntimeError:
+        return torch.empty(n_bytes, dtype=torch.uint8)
 
 
 def _cuda() -> Any:
