@@ -61,7 +61,7 @@ def modes_of(monkeypatch: pytest.MonkeyPatch, capability: str, driver_cuda: int 
     """What is said of each mode on a machine with such a card and driver, and all packages."""
     monkeypatch.setattr(doctor, "missing", lambda _: ())
     found = {
-        "devices": [{"capability": capability, "multiprocessors": 132}],
+        "devices": [{"capability": capability, "multiprocessors": 132, "shared_bytes": 227 << 10, "verified": []}],
         "driver_cuda": driver_cuda,
         "reason": None,
     }
@@ -99,6 +99,9 @@ def test_a_gpu_is_described_by_what_decides(monkeypatch: pytest.MonkeyPatch) -> 
         "free": 70 << 30,
         "capability": "9.0",
         "multiprocessors": 132,
+        "shared_bytes": 227 << 10,
+        "pretended": None,
+        "verified": [],
     }
     device["kernels"] = doctor.kernel_choices(Chip((9, 0), 132, 227 << 10))
     monkeypatch.setattr(
@@ -229,3 +232,82 @@ def test_plain_output_fits_people(ostinato: RunCli) -> None:
     assert ran.code == 0
     for words in ("python", "torch", "memory", "cpu eager", "can run", "cuda", "store"):
         assert words in ran.out
+
+
+def test_the_cards_are_those_of_the_readme_and_of_the_chips_whose_limits_are_known(ostinato: RunCli) -> None:
+    from ostinato.backends.machine import SHARED_BYTES, arch_of
+    from ostinato.engine.known_cards import KNOWN
+
+    assert list(KNOWN) == sorted(SHARED_BYTES)
+    head, *rows = doctor.card_rows()
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    section = readme.partition("## Which GPUs")[2].partition("\n## ")[0]
+    lines = [line.strip("| ").split("|") for line in section.splitlines() if line.startswith("|") and "---" not in line]
+    written = [tuple(cell.strip() for cell in line) for line in lines]
+    assert [(*row, "")[:5] for row in written] == [head, *rows]
+    assert {row[1] for row in rows[:-1]} == {arch_of(capability) for capability in SHARED_BYTES}
+    ran = ostinato("doctor", "--cards")
+    assert ran.code == 0
+    assert [line.split()[0] for line in ran.out.splitlines()] == [row[0].split()[0] for row in (head, *rows)]
+    found = json.loads(ostinato("doctor", "--cards", "--json").out)["cards"]
+    assert [tuple(one.values()) for one in found] == rows
+
+
+def test_a_card_ran_only_where_a_lab_note_says_so() -> None:
+    """The date of a run is that of a note about the card."""
+    from ostinato.engine.known_cards import KNOWN
+
+    notes = [path.read_text() for path in (Path(__file__).parents[2] / "docs" / "lab").glob("*.md")]
+    for known in KNOWN.values():
+        assert (known.ran is None) == (known.ran_on is None)
+        if known.ran is not None:
+            assert any(known.ran in note and f"NVIDIA {known.ran_on}" in note for note in notes)
+
+
+def cuda_of(*devices: dict[str, Any]) -> dict[str, Any]:
+    """What the report has of these GPUs."""
+    kinds = {"multiprocessors": 100, "shared_bytes": 99 << 10, "verified": [], "pretended": None, "kernels": []}
+    made = [{"name": "a GPU", "bytes": 24 << 30, "free": 23 << 30, **kinds, **device} for device in devices]
+    return {"driver": "580.1", "driver_cuda": 13000, "devices": made, "reason": None}
+
+
+def test_several_gpus_are_each_judged_by_their_own_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "missing", lambda _: ())
+    monkeypatch.setattr(doctor, "_cuda", lambda: cuda_of({"capability": "7.5"}, {"capability": "9.0"}))
+    rows = dict(row for row in doctor._rows(doctor.examine()) if len(row) == 2)
+    assert rows["cuda:0 graph"].startswith("cannot: compute capability 7.5 is too old")
+    assert rows["cuda:1 graph"] == rows["cuda:1 persistent"] == "can run"
+    assert "cuda graph" not in rows
+
+
+@pytest.mark.parametrize("verified", [[], ["persistent"]])
+def test_a_mode_that_auto_does_not_choose_yet_is_told_with_what_to_do(
+    verified: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "missing", lambda _: ())
+    monkeypatch.setattr(doctor, "_cuda", lambda: cuda_of({"capability": "12.0", "verified": verified}))
+    rows = dict(row for row in doctor._rows(doctor.examine()) if len(row) == 2)
+    until = "; not chosen by auto until `ostinato verify --mode persistent MODEL` has passed on this card"
+    assert rows["cuda persistent"] == "can run" + ("" if verified else until)
+    assert rows["cuda loop"] == "can run"
+
+
+def test_a_pretended_chip_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretended = doctor._pretended(Chip((8, 9), 132, 99 << 10, (9, 0)))
+    assert pretended == "OSTINATO_CHIP pretends sm_89: kernels are made as for it, and this GPU is sm_90"
+    assert doctor._pretended(Chip((9, 0), 132, 227 << 10)) is None
+    monkeypatch.setattr(doctor, "_cuda", lambda: cuda_of({"capability": "8.9", "pretended": pretended}))
+    assert ("gpu", pretended) in doctor._rows(doctor.examine())
+
+
+def test_what_of_a_file_fits_is_told(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:
+    ran = ostinato("doctor", tiny)
+    assert ran.code == 0
+    assert f"of {tiny}" in ran.out
+    assert "whole contexts at once: 8 slots with a context of" in ran.out
+    found = json.loads(ostinato("doctor", tiny, "--json").out)
+    assert found["plan"]["fitting"][0]["slots"] == 8
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    ran = ostinato("doctor", tmp_path / "broken.gguf")
+    assert ran.code == 0
+    assert "broken.gguf: " in ran.out

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ostinato.backends.machine import Chip, Machine
 from ostinato.backends.native.tiles import nearest_type
 from ostinato.engine import machine
 from ostinato.engine.memory_plan import USABLE_SHARE
@@ -231,3 +232,20 @@ def test_the_default_model_needs_what_it_says(
     assert found["parameters"] == 134_515_008
     assert {kind: entry["count"] for kind, entry in found["tensors"].items()} == {"Q4_1": 210, "Q8_0": 1, "F32": 61}
     assert found["tokenizer"]["pre"] == "smollm"
+
+
+def test_what_fits_a_small_card_is_told_with_the_mode_and_why_not_a_higher_one(
+    ostinato: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stub in place of the GPU: nothing is loaded on it."""
+    path = tiny_models.gguf("llama", tmp_path)
+    ada = Machine("cuda:0", 1 << 30, 8 << 30, Chip((8, 9), 128, 99 << 10), 13_000, total_bytes=8 << 30)
+    monkeypatch.setattr(machine, "choose_device", lambda wanted: "cuda:0")
+    monkeypatch.setattr(machine, "machine_at", lambda device, talk=None: ada)
+    plan = facts(ostinato, path, "--device", "cuda", "--slots", "4")["plan"]
+    assert (plan["device"], plan["mode"]) == ("cuda:0", "loop")
+    assert plan["fitting"][0]["slots"] == 4
+    assert [why.partition(":")[0] for why in plan["why_not"]] == ["persistent"]
+    shown = ostinato("inspect", path, "--device", "cuda", "--slots", "4").out
+    assert "whole contexts at once: 4 slots with a context of" in shown
+    assert f"loop; {plan['why_not'][0]}" in shown

@@ -10,13 +10,17 @@ import platform
 import shutil
 import sys
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Final
+from itertools import chain
+from typing import Annotated, Any, Final
 
 from ostinato import __version__
+from ostinato.backends.cuda.backend import WHILE_NODES_SINCE
 from ostinato.backends.machine import (
+    PRETENDED,
+    SHARED_BYTES,
     Chip,
     Machine,
+    arch_of,
     cpu_line,
     cpu_name,
     cuda_version,
@@ -26,9 +30,9 @@ from ostinato.backends.machine import (
 )
 from ostinato.backends.native.library import compiler_of_object, native_status
 from ostinato.cli import flags
-from ostinato.cli.output import write_columns, write_json
+from ostinato.cli.output import talk, write_columns, write_json
 from ostinato.engine.cores import allowed_processors, default_threads
-from ostinato.engine.machine import why_no_cuda
+from ostinato.engine.machine import driver_version, machine_at, why_no_cuda
 from ostinato.errors import OstinatoError
 from ostinato.extras import PACKAGES, missing
 from ostinato.files import store
@@ -45,17 +49,49 @@ _PACKAGES: Final = tuple(
 
 
 @flags.verb
-def doctor(as_json: flags.Json = False) -> None:
-    """Say what this machine can run, and why not the rest."""
-    report = examine()
+def doctor(
+    *,
+    model: Annotated[str | None, flags.ModelFlags()] = None,
+    cards: Annotated[bool, flags.Flag("Print what is known of NVIDIA GPUs, by their architecture.")] = False,
+    as_json: flags.Json = False,
+) -> None:
+    """Say what this machine can run, and why not the rest.
+
+    With a model, also what of it fits here: contexts, slots, or which quantisation would.
+    """
+    if cards:
+        rows = card_rows()
+        if as_json:
+            write_json({"cards": [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]})
+        else:
+            write_columns(rows)
+        return
+    report = examine(model)
     if as_json:
         write_json(report)
     else:
         write_columns(_rows(report))
 
 
-def examine() -> dict[str, Any]:
-    """The findings as plain values."""
+def card_rows() -> list[tuple[str, ...]]:
+    """The cards that we know, with the modes that run there: the table of README.md."""
+    from ostinato.engine.choose import modes_of, why_not_here
+    from ostinato.engine.known_cards import KNOWN, REFUSED, has_run
+    from ostinato.engine.verified import DOUBTED
+
+    rows: list[tuple[str, ...]] = [("cards", "arch", "modes", "state", "date")]
+    for capability, known in KNOWN.items():
+        chip = Chip(capability, 1, SHARED_BYTES[capability])
+        reasons = why_not_here(Machine("cuda:0", 0, 0, chip, WHILE_NODES_SINCE))
+        can = [mode for mode in modes_of("cuda") if reasons[mode] is None]
+        unasked = [mode for mode in can if mode not in DOUBTED or has_run(capability)]
+        verified = [f"{mode} once verified" for mode in can if mode not in unasked]
+        rows.append((known.examples, chip.arch, "; ".join([", ".join(unasked), *verified]), known.state, known.date))
+    return [*rows, REFUSED]
+
+
+def examine(model: str | None = None) -> dict[str, Any]:
+    """The findings as plain values; with the memory plan of a model, or of the default model where it is installed."""
     cuda, native = _cuda(), native_status()
     return {
         "ostinato": __version__,
@@ -71,54 +107,83 @@ def examine() -> dict[str, Any]:
         "cuda": cuda,
         "modes": _modes(cuda),
         "store": _store(),
-        "plan": _plan(),
+        **_plan(model),
     }
 
 
 def _modes(cuda: dict[str, Any]) -> list[dict[str, Any]]:
-    """The modes of either device, as far as they depend on the machine; loading reports models that lack kernels."""
-    from ostinato.engine.choose import modes_of, why_not_here
+    """The modes of each device, as far as they depend on the machine; loading reports models that lack kernels."""
+    from ostinato.engine.choose import modes_of, why_not_here, why_unverified
 
-    def modes(machine: Machine, why_none: str | None = None) -> list[dict[str, Any]]:
-        found, kind = why_not_here(machine), machine.kind
-        reasons = {mode: why_none or found[mode] for mode in modes_of(kind)}
-        return [{"device": kind, "mode": mode, "can_run": why is None, "reason": why} for mode, why in reasons.items()]
+    def modes(machine: Machine, name: str, why_none: str | None = None) -> list[dict[str, Any]]:
+        found = why_not_here(machine)
+        reasons = {mode: why_none or found[mode] for mode in modes_of(machine.kind)}
+        return [
+            {
+                "device": name,
+                "mode": mode,
+                "can_run": why is None,
+                "reason": why,
+                "not_chosen": why_unverified(mode, machine) if why is None else None,
+            }
+            for mode, why in reasons.items()
+        ]
 
-    return [*modes(Machine("cpu", 0, 0)), *modes(_gpu_machine(cuda), cuda["reason"])]
+    gpus = cuda["devices"] or [None]
+    names = [f"cuda:{number}" if len(gpus) > 1 else "cuda" for number in range(len(gpus))]
+    found = [modes(_gpu_machine(cuda, gpu), name, cuda["reason"]) for gpu, name in zip(gpus, names, strict=True)]
+    return [*modes(Machine("cpu", 0, 0), "cpu"), *chain.from_iterable(found)]
 
 
-def _gpu_machine(cuda: dict[str, Any]) -> Machine:
-    """The first GPU, as the record that backends check."""
+def _gpu_machine(cuda: dict[str, Any], gpu: dict[str, Any] | None) -> Machine:
+    """A GPU as the record that backends check."""
     chip = None
-    if cuda["devices"]:
-        major, _, minor = cuda["devices"][0]["capability"].partition(".")
-        chip = Chip((int(major), int(minor)), cuda["devices"][0]["multiprocessors"], 0)
-    return Machine("cuda:0", 0, 0, chip, cuda["driver_cuda"], missing("gpu"))
+    if gpu is not None:
+        major, _, minor = gpu["capability"].partition(".")
+        chip = Chip((int(major), int(minor)), gpu["multiprocessors"], gpu["shared_bytes"])
+    verified = () if gpu is None else tuple(gpu["verified"])
+    return Machine("cuda:0", 0, 0, chip, cuda["driver_cuda"], missing("gpu"), verified=verified)
 
 
 def _cuda() -> dict[str, Any]:
     """The driver and the devices that torch can use, or the reason why there are none."""
-    found: dict[str, Any] = {"driver": _driver(), "driver_cuda": driver_cuda(), "devices": [], "reason": None}
+    found: dict[str, Any] = {"driver": driver_version(), "driver_cuda": driver_cuda(), "devices": [], "reason": None}
     reason = why_no_cuda()
     if reason is not None:
         return {**found, "reason": reason}
     from ostinato.backends.cuda import gpu
 
-    return {**found, "devices": [_gpu(i) for i in range(gpu.count())]}
+    try:
+        return {**found, "devices": [_gpu(number) for number in range(gpu.count())]}
+    except OstinatoError as error:
+        return {**found, "reason": str(error)}
 
 
 def _gpu(index: int) -> dict[str, Any]:
     from ostinato.backends.cuda import gpu
 
-    chip, (free, total) = gpu.chip_of(index), gpu.memory_of(index)
+    machine = machine_at(f"cuda:{index}", talk)
+    assert machine.chip is not None
+    chip = machine.chip
     return {
         "name": gpu.name_of(index),
-        "bytes": total,
-        "free": free,
+        "bytes": machine.total_bytes,
+        "free": machine.free_bytes,
         "capability": f"{chip.capability[0]}.{chip.capability[1]}",
         "multiprocessors": chip.n_multiprocessors,
+        "shared_bytes": chip.shared_bytes,
+        "pretended": _pretended(chip),
+        "verified": list(machine.verified),
         "kernels": kernel_choices(chip),
     }
+
+
+def _pretended(chip: Chip) -> str | None:
+    """That OSTINATO_CHIP names another chip than the one that is there; None where it does not."""
+    if chip.device_capability is None:
+        return None
+    there = arch_of(chip.device_capability)
+    return f"{PRETENDED} pretends {chip.arch}: kernels are made as for it, and this GPU is {there}"
 
 
 def kernel_choices(chip: Chip) -> list[dict[str, str]]:
@@ -126,14 +191,6 @@ def kernel_choices(chip: Chip) -> list[dict[str, str]]:
     from ostinato.backends.cuda.chip import choices
 
     return [asdict(choice) for choice in choices(chip)]
-
-
-def _driver() -> str | None:
-    try:
-        words = Path("/proc/driver/nvidia/version").read_text().split()
-        return next((word for word in words if word[0].isdigit() and "." in word), "of unknown version")
-    except OSError:
-        return None
 
 
 def _cpu() -> dict[str, Any]:
@@ -161,20 +218,27 @@ def _store() -> dict[str, Any]:
     }
 
 
-def _plan() -> dict[str, Any] | None:
-    """The memory plan of the default model; None if it is not in the store, or cannot be read."""
-    if store.DEFAULT not in {model.name for model in store.installed()}:
-        return None
+def _plan(model: str | None) -> dict[str, Any]:
+    """The memory plan of a model, else of the default one, and why there is none. Nothing is told of a default model
+    that is not in the store or cannot be read."""
+    name = model or store.DEFAULT
+    none = {"model": model, "plan": None, "plan_reason": None}
+    if model is None and name not in {stored.name for stored in store.installed()}:
+        return none
     from ostinato.cli.inspect import plan_facts, planned
 
     try:
         from ostinato.files.checkpoint import open_checkpoint
         from ostinato.models.registry import read_shape
 
-        with open_checkpoint(store.resolve(store.DEFAULT, talk=lambda _: None)) as checkpoint:
-            return plan_facts(planned(checkpoint, read_shape(checkpoint), LoadOptions()))
-    except (OstinatoError, ImportError):  # doctor reports and refuses nothing; `inspect` says what is wrong with it
-        return None
+        with open_checkpoint(store.resolve(name, talk=talk if model else lambda _: None)) as checkpoint:
+            return {
+                **none,
+                "model": name,
+                "plan": plan_facts(planned(checkpoint, read_shape(checkpoint), LoadOptions())),
+            }
+    except (OstinatoError, ImportError) as error:  # doctor reports and refuses nothing
+        return none if model is None else {**none, "plan_reason": str(error)}
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -196,20 +260,24 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
     ]
     for device in cuda["devices"]:
         rows.append(("gpu", _gpu_line(device)))
+        rows += [("gpu", device["pretended"])] if device["pretended"] else []
         rows += [(one["what"], f"{one['choice']} ({one['reason']})") for one in device["kernels"]]
     if cuda["reason"] is not None:
         rows.append(("cuda", f"cannot: {cuda['reason']}"))
     for mode in report["modes"]:
-        if mode["device"] == "cuda" and cuda["reason"] is not None:
+        if mode["device"] != "cpu" and cuda["reason"] is not None:
             continue
         answer = "can run" if mode["can_run"] else f"cannot: {mode['reason']}"
+        answer += f"; {mode['not_chosen']}" if mode["not_chosen"] else ""
         rows.append((f"{mode['device']} {mode['mode']}", answer))
     writable = "" if kept["writable"] else ", NOT WRITABLE: set OSTINATO_HOME to another folder"
     rows.append(("store", f"{kept['home']}, {_size(kept['free'])} free{writable}"))
     rows.append(("models", ", ".join(kept["models"]) or "none; `ostinato pull smollm2` fetches one"))
-    return (
-        rows if report["plan"] is None else [*rows, ("memory plan", f"of {store.DEFAULT}"), *plan_rows(report["plan"])]
-    )
+    if report["plan_reason"] is not None:
+        rows.append(("memory plan", f"of {report['model']}: {report['plan_reason']}"))
+    if report["plan"] is not None:
+        rows += [("memory plan", f"of {report['model']}"), *plan_rows(report["plan"])]
+    return rows
 
 
 def _native_line(native: dict[str, Any]) -> str:
@@ -217,10 +285,10 @@ def _native_line(native: dict[str, Any]) -> str:
 
 
 def _driver_line(cuda: dict[str, Any]) -> str:
-    if not cuda["driver"]:
+    if not cuda["driver"] and cuda["driver_cuda"] is None:
         return "no NVIDIA driver"
     knows = "of an unknown CUDA" if cuda["driver_cuda"] is None else f"for CUDA {cuda_version(cuda['driver_cuda'])}"
-    return f"NVIDIA {cuda['driver']} {knows} (mode loop needs 12.4)"
+    return f"NVIDIA {cuda['driver'] or 'of unknown version'} {knows} (mode loop needs 12.4)"
 
 
 def _gpu_line(device: dict[str, Any]) -> str:

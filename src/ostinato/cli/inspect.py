@@ -181,6 +181,7 @@ def plan_facts(plan: MemoryPlan) -> dict[str, Any]:
         "request": {"positions": plan.request_positions, "bytes": plan.request_bytes},
         "free_bytes": plan.free_bytes,
         "mode": settled.mode,
+        "why_not": list(settled.why_not),
         "prompts": settled.prompts,
         "fitting": [{"slots": n_slots, "context": context} for n_slots, context in plan.fitting],
         "fits": plan.fits,
@@ -190,7 +191,8 @@ def plan_facts(plan: MemoryPlan) -> dict[str, Any]:
 
 def plan_rows(plan: dict[str, Any]) -> list[tuple[str, ...]]:
     """A memory plan for people."""
-    rows: list[tuple[str, ...]] = []
+    mode = f"{plan['mode']}, prompts read the tape" if plan["prompts"] == "tape" else plan["mode"]
+    rows: list[tuple[str, ...]] = [("plan: mode", "; ".join([mode, *plan["why_not"]]))]
     for row in plan["rows"]:
         where = " of the host's memory" if row["on_host"] else ""
         when = " reserved, used on demand" if row["on_demand"] else ""

@@ -1,4 +1,5 @@
-"""What is known of GPUs by their compute capability: where our kernels ran, and where they were only compiled.
+"""What is known of GPUs by their compute capability: where our kernels ran, where they were only compiled, and where
+neither was done and they follow by the chip's limits.
 
 `ostinato doctor --cards` prints this table, and README.md has the same. Nothing is decided by a card's name; the
 examples are for readers. The chooser takes `persistent` unasked only where it ran (docs/tape.md).
@@ -17,29 +18,37 @@ class KnownCards:
     """The cards of one compute capability."""
 
     examples: str
-    date: str  # of the last run, or of the last compile
-    ran_on: str | None = None  # the card on which every mode ran; None: the kernels were only compiled
+    compiled: str | None = None  # when the kernels were last compiled for it; None: they follow by the chip's limits
+    ran: str | None = None  # when every mode last ran on such a card
+    ran_on: str | None = None  # which card that was
 
     @property
     def state(self) -> str:
-        return "compiled" if self.ran_on is None else f"ran on an {self.ran_on}"
+        if self.ran is not None:
+            return f"ran on an {self.ran_on}"
+        return "by its limits" if self.compiled is None else "compiled"
+
+    @property
+    def date(self) -> str:
+        return self.ran or self.compiled or ""
 
 
 KNOWN: Final[Mapping[tuple[int, int], KnownCards]] = MappingProxyType(
     {
-        (8, 0): KnownCards("A100, A30", "2026-11-16"),
-        (8, 6): KnownCards("RTX 3060 to 3090, A10, A40, RTX A6000", "2026-11-16"),
-        (8, 7): KnownCards("Jetson Orin", "2026-11-16"),
-        (8, 9): KnownCards("RTX 4060 to 4090, L4, L40S", "2026-11-16"),
-        (9, 0): KnownCards("H100, H200, GH200", "2026-11-16", ran_on="H200"),
-        (10, 0): KnownCards("B200, GB200", "2026-11-16"),
-        (10, 3): KnownCards("B300, GB300", "2026-11-16"),
-        (12, 0): KnownCards("RTX 5060 to 5090, RTX PRO 6000", "2026-11-16"),
-        (12, 1): KnownCards("GB10 (DGX Spark)", "2026-11-16"),
+        (8, 0): KnownCards("A100, A30", compiled="2026-11-16"),
+        (8, 6): KnownCards("RTX 30, A10, A40, RTX A6000", compiled="2026-11-16"),
+        (8, 7): KnownCards("Jetson Orin"),
+        (8, 9): KnownCards("RTX 40, L4, L40S, RTX 6000 Ada", compiled="2026-11-16"),
+        (9, 0): KnownCards("H100, H200, GH200", compiled="2026-11-16", ran="2026-11-16", ran_on="H200"),
+        (10, 0): KnownCards("B200, GB200", compiled="2026-11-16"),
+        (10, 3): KnownCards("B300, GB300"),
+        (12, 0): KnownCards("RTX 50, RTX PRO 6000", compiled="2026-11-16"),
+        (12, 1): KnownCards("GB10 (DGX Spark)"),
     }
 )
+REFUSED: Final = ("T4, RTX 20, V100 and older", "sm_75 and older", "none", "refused by name", "")
 
 
 def has_run(capability: tuple[int, int]) -> bool:
     """Whether our kernels ran on such a card, and were not only compiled for it."""
-    return capability in KNOWN and KNOWN[capability].ran_on is not None
+    return capability in KNOWN and KNOWN[capability].ran is not None
