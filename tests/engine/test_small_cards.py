@@ -10,6 +10,8 @@ import pytest
 
 from ostinato.backends.base import Settled
 from ostinato.backends.machine import Chip, Machine
+from ostinato.backends.tape.backend import matrices_of
+from ostinato.backends.tape.plan import TapeSizes
 from ostinato.engine.choose import LoadCase, decide, fit
 from ostinato.engine.quantisations import QUANTISATIONS
 from ostinato.errors import ContextTooLarge, HardwareCannot
@@ -155,3 +157,13 @@ def test_a_card_that_another_process_fills_is_told_what_is_free_and_what_is_need
     free = replace(case, machine=replace(machine, total_bytes=3 * GB + (300 << 20)))
     with pytest.raises(HardwareCannot, match="to give; take"):  # what every process takes is not told
         fit(decide(free), free, lambda _: None)
+
+
+@pytest.mark.parametrize("n_multiprocessors", [14, 16, 32, 60, 132])
+def test_a_slice_of_a_card_gets_a_block_for_each_multiprocessor_that_it_reports(n_multiprocessors: int) -> None:
+    """A MIG slice, of which the persistent kernel's blocks must all be there at once."""
+    chip = replace(HOPPER, n_multiprocessors=n_multiprocessors)
+    matrices = matrices_of(SIZES["1B"], header("1B", "bf16"), packed=True)
+    sizes = TapeSizes.of(SIZES["1B"], matrices, 8, chip, kv_type="bf16", page_tokens=64, max_pages=64)
+    assert sizes.grid.n_blocks == n_multiprocessors
+    assert chip.attention_programs == 4 * n_multiprocessors
