@@ -270,3 +270,10 @@ def test_two_processes_at_once_leave_one_whole_file(by_cxx: list[str], home: Pat
         path, _ = process.communicate(timeout=60)
         assert ctypes.CDLL(path.strip()).two() == 2
     assert {path.suffix for path in (home / "kernels").iterdir()} == {".so"}
+
+
+def test_a_chip_that_is_newer_than_nvrtc_is_refused_with_what_to_install(by_nvrtc: list[str]) -> None:
+    with pytest.raises(
+        HardwareCannot, match=r"^nvrtc \d+\.\d+ knows no sm_999, which this GPU needs: install torch for a"
+    ):
+        build.cubin('extern "C" __global__ void f() {}', "f.cu", arch="sm_999")

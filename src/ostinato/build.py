@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ostinato.errors import HardwareCannot, InternalError
-from ostinato.extras import install_command
+from ostinato.extras import gpu_install_command, install_command
 from ostinato.files import store
 
 CXX_FLAGS: Final = ("-std=c++17", "-O2", "-Wall", "-Wextra")
@@ -277,6 +278,7 @@ def _run_nvrtc(source: str, name: str, headers: Mapping[str, str], options: Sequ
     """Compile, in memory; raises _Refused with the log."""
     from cuda.bindings import nvrtc
 
+    _check_known(options)
     names = [header.encode() for header in headers]
     texts = [text.encode() for text in headers.values()]
     program = _asked(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), len(names), texts, names))
@@ -294,6 +296,19 @@ def _run_nvrtc(source: str, name: str, headers: Mapping[str, str], options: Sequ
         return bytes(binary)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def _check_known(options: Sequence[str]) -> None:
+    """Refuse a chip that is newer than this NVRTC."""
+    from cuda.bindings import nvrtc
+
+    arch = next(option.partition("=")[2] for option in options if option.startswith("--gpu-architecture="))
+    known = _asked(nvrtc.nvrtcGetSupportedArchs())
+    if int(re.sub(r"\D", "", arch)) not in known:
+        raise HardwareCannot(
+            f"{_nvrtc_version()} knows no {arch}, which this GPU needs: install torch for a newer CUDA, which brings "
+            f"its own: {gpu_install_command()}"
+        )
 
 
 def _asked(answer: tuple[Any, ...]) -> Any:

@@ -19,7 +19,7 @@ from tests.cli.conftest import RunCli
 PAGE = Path(__file__).parents[2] / "docs" / "names.md"
 OF_VERBS = {  # verbs that open a model, and whether it may be given without the option
     "run": False, "chat": True, "serve": True, "batch": False, "tokenize": False, "score": False, "embed": False,
-    "inspect": True, "verify": True,
+    "inspect": True, "verify": True, "doctor": True,
 }  # fmt: skip
 
 

@@ -150,3 +150,4 @@ def test_a_result_on_a_gpu_is_kept_for_auto_or_removed(
     ran = ostinato("verify", "--model", tiny, "--mode", "persistent")
     assert (ran.code, ran.err) == (0 if passes else 3, "")
     assert verified.verified_modes(card, lambda _: None) == (("persistent",) if passes else ())
+    assert ("persistent is verified for this card, driver and version: auto may take it" in ran.out) == passes

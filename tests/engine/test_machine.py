@@ -34,6 +34,7 @@ def system(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         failure: int = 0,
         free: tuple[int, ...] = (),
         lacking: tuple[str, ...] = (),
+        archs: tuple[str, ...] = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"),
     ) -> None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.delenv("OSTINATO_CHIP", raising=False)
@@ -44,6 +45,7 @@ def system(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr("ostinato.extras.missing", lambda extra, packages=(): lacking)
         monkeypatch.setattr(torch.version, "cuda", built_for)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(cards))
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(archs))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: cards[torch.device(device).index])
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device}")
@@ -172,3 +174,27 @@ def test_older_chips_are_refused_by_name(system: Callable[..., None]) -> None:
 
 def test_torch_that_finds_nothing_without_a_reason_is_told_too() -> None:
     assert why_not_usable("12.8", 13_000, 0, None) == "torch finds no GPU that it can use: `nvidia-smi` must list one"
+
+
+@pytest.mark.parametrize(
+    ("capability", "archs", "can"),
+    [
+        ((8, 9), ("sm_80", "sm_90"), True),  # by the binary of an earlier chip of its kind
+        ((8, 0), ("sm_86",), False),
+        ((12, 0), ("sm_80", "sm_90"), False),  # torch for CUDA 12.6
+        ((12, 0), ("sm_90", "compute_90"), True),  # by PTX
+        ((12, 1), ("sm_90a", "sm_120"), True),
+        ((9, 0), (), True),  # it does not tell
+    ],
+)
+def test_a_build_of_torch_without_kernels_for_the_card_is_told(
+    capability: tuple[int, int], archs: tuple[str, ...], can: bool, system: Callable[..., None]
+) -> None:
+    major, minor = capability
+    system(SimpleNamespace(**{**vars(ADA), "major": major, "minor": minor}), archs=archs, free=(9 * GB,))
+    if can:
+        machine_at("cuda:0")
+        return
+    words = f"^cuda:0: this build of torch has no kernels for sm_{major}{minor}, only for sm_.*; install one that has: "
+    with pytest.raises(HardwareCannot, match=words):
+        machine_at("cuda:0")

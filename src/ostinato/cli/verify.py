@@ -77,8 +77,7 @@ def _verified(model: str, options: LoadOptions) -> tuple[VerifyReport, dict[str,
             dense = (lambda: bare.load("cpu", dense=True)) if tiles else None
             again = None if tiles else (lambda: bare.load("cpu"))
             report += verifier.verify(again, detail, dense=dense)
-        if card is not None:
-            verified.keep(card, report, bare.checkpoint.path.name, talk)
+        kept = () if card is None else verified.keep(card, report, bare.checkpoint.path.name, talk)
     return report, {
         "model": model,
         "path": str(bare.checkpoint.path),
@@ -86,6 +85,7 @@ def _verified(model: str, options: LoadOptions) -> tuple[VerifyReport, dict[str,
         "dtype": settled.dtype,
         "kv_type": settled.kv_type,
         "activations": settled.activations if tiles else None,
+        "kept_for_auto": list(kept),
     }
 
 
@@ -125,6 +125,8 @@ def _show(report: VerifyReport, facts: dict[str, Any]) -> None:
         rows.append((check.name, check.against, how, _result(check)))
     rows += [(mode, "", "", f"cannot run here: {reason}") for mode, reason in report.not_run.items()]
     write_columns(rows)
+    for mode in facts["kept_for_auto"]:
+        write_line(f"{mode} is verified for this card, driver and version: auto may take it")
     write_line("all agree" if report.passed else "NOT the same: the first difference of each check is above")
 
 

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from ostinato.backends.machine import Machine, cuda_version, driver_cuda, free_host_bytes, kind_of
+from ostinato.backends.machine import (
+    Capability,
+    Machine,
+    arch_of,
+    cuda_version,
+    driver_cuda,
+    free_host_bytes,
+    kind_of,
+)
 from ostinato.engine.verified import VerifiedCard, verified_modes
 from ostinato.errors import HardwareCannot
 from ostinato.extras import gpu_install_command, install_command, missing, why_missing
@@ -53,8 +61,23 @@ def machine_at(device: str, talk: Talk = lambda _: None) -> Machine:
             f"{device} cannot be used ({cause}): another process may fill it or hold it, which `nvidia-smi` lists; end "
             "that, or use another --device"
         ) from error
+    if (why := why_no_kernels(chip.device_capability or chip.capability, gpu.archs())) is not None:
+        raise HardwareCannot(f"{device}: {why}")
     verified = verified_modes(verified_card(device), talk)
     return Machine(device, free, free_host_bytes(), chip, driver_cuda(), missing("gpu"), total, verified)
+
+
+def why_no_kernels(capability: Capability, archs: Sequence[str]) -> str | None:
+    """Why a build of torch with kernels for these architectures cannot run on a chip; None where it can, or does not
+    tell. A binary runs on chips of its major number from its own minor on, and PTX on all later chips."""
+    for kind, _, digits in (arch.rstrip("af").partition("_") for arch in archs):
+        since = int(digits[:-1]), int(digits[-1])
+        if since <= capability and (kind == "compute" or since[0] == capability[0]):
+            return None
+    if not archs:
+        return None
+    has = f"this build of torch has no kernels for {arch_of(capability)}, only for {', '.join(archs)}"
+    return f"{has}; install one that has: {gpu_install_command()}"
 
 
 def verified_card(device: str) -> VerifiedCard:

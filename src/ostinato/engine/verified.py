@@ -64,8 +64,9 @@ def forget(card: VerifiedCard, modes: Collection[str], talk: Talk) -> None:
         _replace(card, modes, (), talk)
 
 
-def keep(card: VerifiedCard, report: VerifyReport, model: str, talk: Talk) -> None:
-    """Write down for each doubted mode of a report that it passed, or remove its earlier result where it did not."""
+def keep(card: VerifiedCard, report: VerifyReport, model: str, talk: Talk) -> tuple[str, ...]:
+    """Write down for each doubted mode of a report that it passed, or remove its earlier result where it did not. The
+    modes that passed and are written down."""
     compared = {check.name for check in report.checks} & set(DOUBTED)
     wrong = {check.name for check in report.checks if not check.passed}
     shared = wrong - set(MODES)  # such as `weights`, which every mode reads
@@ -73,6 +74,7 @@ def keep(card: VerifiedCard, report: VerifyReport, model: str, talk: Talk) -> No
     forget(card, sorted(compared - passed), talk)
     if passed:
         _replace(card, sorted(passed), [{"mode": mode, "model": model} for mode in sorted(passed)], talk)
+    return tuple(mode for mode in verified_modes(card, lambda _: None) if mode in passed)
 
 
 def _replace(card: VerifiedCard, modes: Collection[str], new: Sequence[dict[str, str]], talk: Talk) -> None:

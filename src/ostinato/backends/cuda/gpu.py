@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -14,12 +15,19 @@ Gpu = torch.device | str | int
 
 def is_usable() -> bool:
     """Whether torch can use a GPU here."""
-    return torch.cuda.is_available()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what `engine/machine.py` gives as the reason
+        return torch.cuda.is_available()
 
 
 def built_for() -> str | None:
     """The CUDA version that this build of torch is for; None of a build without CUDA."""
     return torch.version.cuda
+
+
+def archs() -> list[str]:
+    """What torch's own kernels are compiled for: sm_90 is for one chip and its kin, compute_90 for all later ones."""
+    return list(torch.cuda.get_arch_list())
 
 
 def count() -> int:
