@@ -3,8 +3,10 @@ are stubs here, and answer what their documentation says."""
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,3 +200,31 @@ def test_a_build_of_torch_without_kernels_for_the_card_is_told(
     words = f"^cuda:0: this build of torch has no kernels for sm_{major}{minor}, only for sm_.*; install one that has: "
     with pytest.raises(HardwareCannot, match=words):
         machine_at("cuda:0")
+
+
+def test_the_drivers_version_is_that_of_its_module_or_on_wsl_of_nvml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC version: 12"
+    monkeypatch.setattr(machine, "KERNEL_MODULE", tmp_path / "version")
+
+    class Nvml:
+        def nvmlInit_v2(self) -> int:
+            return self.failure
+
+        def nvmlShutdown(self) -> int:
+            return 0
+
+        def nvmlSystemGetDriverVersion(self, said: Any, size: int) -> int:
+            said.value = b"581.15"
+            return 0
+
+        failure = 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Nvml())
+    assert machine.driver_version() == "581.15"
+    (tmp_path / "version").write_text(said)
+    assert machine.driver_version() == "580.65.06"
+    (tmp_path / "version").unlink()
+    monkeypatch.setattr(Nvml, "failure", 18)  # the library and the kernel's module are of different versions
+    assert machine.driver_version() is None

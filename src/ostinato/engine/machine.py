@@ -27,6 +27,7 @@ from ostinato.errors import HardwareCannot
 from ostinato.extras import gpu_install_command, install_command, missing, why_missing
 from ostinato.options import Talk
 
+KERNEL_MODULE: Final = Path("/proc/driver/nvidia/version")
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 NO_DEVICE: Final = 100
 # What the driver answers when it cannot start, by its number, and what to do.
@@ -70,7 +71,7 @@ def machine_at(device: str, talk: Talk = lambda _: None) -> Machine:
 def why_no_kernels(capability: Capability, archs: Sequence[str]) -> str | None:
     """Why a build of torch with kernels for these architectures cannot run on a chip; None where it can, or does not
     tell. A binary runs on chips of its major number from its own minor on, and PTX on all later chips."""
-    for kind, _, digits in (arch.rstrip("af").partition("_") for arch in archs):
+    for kind, _, digits in (arch.rstrip("af").partition("_") for arch in archs if arch.startswith(("sm_", "compute_"))):
         since = int(digits[:-1]), int(digits[-1])
         if since <= capability and (kind == "compute" or since[0] == capability[0]):
             return None
@@ -90,7 +91,7 @@ def verified_card(device: str) -> VerifiedCard:
 def driver_version() -> str | None:
     """The version of the NVIDIA driver, by the kernel's module or, on WSL, which has none, by NVML. None without it."""
     try:
-        words = Path("/proc/driver/nvidia/version").read_text().split()
+        words = KERNEL_MODULE.read_text().split()
         found = next((word for word in words if word[0].isdigit() and "." in word), None)
     except OSError:
         found = None
