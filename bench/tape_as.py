@@ -5,7 +5,9 @@
 Each chip has children of its own with OSTINATO_CHIP set: the kernel is made for that chip, with its loader and its
 ring, and assembled for the card that is there. As sm_90 it is what chips newer than Hopper get. The same tokens are fed
 to all of them step by step, over keys and values that begin as zeros, so that the digest of the logits depends on this
-kernel alone. Then decode is measured, one child at a time. It exits with 1 where bits differ.
+kernel alone. A variant that lifts its weights is compared with the card's own kernel made to lift them: a tensor core
+aligns products by the exponents of their operands, so sums of lifted weights may end in other bits. Then decode is
+measured, one child at a time. It exits with 1 where bits differ.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ import torch
 from bench.gpu_models import TAPE, kv_type_of, model_on, settled_for
 from bench.gpu_speed import Meter
 from ostinato.backends.machine import PRETENDED
+from ostinato.backends.tape import plan as tape_plan
 from ostinato.engine.driver import LoopDriver
 from ostinato.engine.engine import Engine
 from ostinato.engine.open import open_runner
 from ostinato.lab.bench import read_bandwidth
 
 OWN: Final = "own"
+LIFTED: Final = "own, lifted"
 CHIPS: Final = ("sm_80", "sm_89", "sm_90")
 # Shape, type, slots: together every type of weights.
 BITS: Final = (
@@ -71,7 +75,13 @@ def bits(name: str, type: str, n_slots: int) -> dict[str, Any]:
     with closing(LoopDriver(open_runner(model, settled))) as driver:
         sizes = driver.runner.start._step.sizes  # type: ignore[attr-defined]  # of a TapeLoop
         found = digest(driver, n_slots, model.shape.vocab)
-    return {"digest": found, "stages": sizes.n_stages, "bulk_copies": sizes.variant.bulk_copies}
+    variant = sizes.variant
+    return {
+        "digest": found,
+        "stages": sizes.n_stages,
+        "bulk_copies": variant.bulk_copies,
+        "lifted": variant.lift_weights,
+    }
 
 
 def speed(name: str, type: str, n_slots: int) -> dict[str, Any]:
@@ -88,8 +98,9 @@ WORKS: Final = {"bits": bits, "speed": speed}
 
 def child(chip: str, work: str, case: Sequence[Any]) -> dict[str, Any]:
     """What a process says that takes the card for that chip."""
-    environment = dict(os.environ) if chip == OWN else {**os.environ, PRETENDED: chip}
+    environment = dict(os.environ) if chip in (OWN, LIFTED) else {**os.environ, PRETENDED: chip}
     asked = [sys.executable, "-m", "bench.tape_as", "--child", json.dumps([work, *case])]
+    asked += ["--lifted"] if chip == LIFTED else []
     done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         return {"error": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
@@ -97,15 +108,18 @@ def child(chip: str, work: str, case: Sequence[Any]) -> dict[str, Any]:
 
 
 def compare(chips: Sequence[str]) -> bool:
-    """Whether all chips have the digest of the card's own variant, for every case."""
-    cases = [(chip, case) for case in BITS for chip in chips]
+    """Whether all chips have the digest of the card's own kernel that lifts as theirs does, for every case."""
+    cases = [(chip, case) for case in BITS for chip in (OWN, LIFTED, *chips)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = list(pool.map(lambda one: child(one[0], "bits", one[1]), cases))
     told = dict(zip(cases, found, strict=True))
+    all_same = True
     for (chip, case), said in told.items():
-        same = "digest" in said and said["digest"] == told[OWN, case].get("digest")
+        reference = told[LIFTED if said.get("lifted") else OWN, case]
+        same = "digest" in said and said["digest"] == reference.get("digest")
+        all_same &= same
         print("same " if same else "OTHER", *case, chip, json.dumps(said), flush=True)
-    return all("digest" in said and said["digest"] == told[OWN, case].get("digest") for (_, case), said in told.items())
+    return all_same
 
 
 def main() -> None:
@@ -115,15 +129,18 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=WORKS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--lifted", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.lifted:
+        tape_plan.SUBNORMALS_TESTED = frozenset()  # type: ignore[misc]  # of this process alone
     if asked.child is not None:
         work, *case = json.loads(asked.child)
         print(json.dumps(WORKS[work](*case)))
         return
-    chips = [OWN, *(asked.chips or CHIPS)]
+    chips = asked.chips or list(CHIPS)
     same = asked.only == "speed" or compare(chips)
     for case in () if asked.only == "bits" else SPEED:
-        for chip in chips:
+        for chip in (OWN, *chips):
             print("speed", *case, chip, json.dumps(child(chip, "speed", case)), flush=True)
     sys.exit(0 if same else 1)
 

@@ -28,14 +28,19 @@ def test_a_digest_is_of_the_bits_and_not_of_the_loader(monkeypatch: pytest.Monke
 def test_other_bits_and_children_that_fail_are_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said: dict[str, dict[str, Any]] = {tape_as.OWN: {"digest": "a"}, "sm_80": {"digest": "a"}}
+    said: dict[str, dict[str, Any]] = {
+        tape_as.OWN: {"digest": "a"},
+        tape_as.LIFTED: {"digest": "b", "lifted": True},
+        "sm_90": {"digest": "a"},
+        "sm_80": {"digest": "b", "lifted": True},
+    }
     monkeypatch.setattr(tape_as, "child", lambda chip, *_: said[chip])
-    assert tape_as.compare([tape_as.OWN, "sm_80"])
-    said["sm_80"] = {"digest": "b"}
-    assert not tape_as.compare([tape_as.OWN, "sm_80"])
+    assert tape_as.compare(["sm_80", "sm_90"])
+    said["sm_80"] = {"digest": "a", "lifted": True}
+    assert not tape_as.compare(["sm_80", "sm_90"])
     assert "OTHER tiny bf16 8 sm_80" in capsys.readouterr().out
     said["sm_80"] = {"error": "no"}
-    assert not tape_as.compare([tape_as.OWN, "sm_80"])
+    assert not tape_as.compare(["sm_80"])
 
 
 def test_a_child_that_fails_has_its_last_line_as_reason(monkeypatch: pytest.MonkeyPatch) -> None:
