@@ -8,8 +8,9 @@ from typing import Any, cast
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from ostinato.serve.answer_parts import AnswerParts, Event
 from ostinato.serve.conversation import AnswerDeltas, DeltaTokens
-from ostinato.serve.responses_output import Event, Output
+from ostinato.serve.responses_output import NewItem
 from ostinato.text.answer import CallDelta, Delta
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -33,13 +34,13 @@ class Played:
 def played(deltas: list[Delta], reason: str = "stop") -> tuple[list[Event], list[dict[str, Any]]]:
     """The events and the items of an answer."""
     answer = Played(list(deltas), reason)
-    output = Output("id", cast(Any, None), cast(AnswerDeltas, answer))
+    output = AnswerParts(cast(AnswerDeltas, answer), NewItem("id", cast(Any, None)))
     events: list[Event] = []
     while not answer.reason:
         events += output.format_update(cast(Any, None))
     for number, event in enumerate(events):
         EVENT.validate_python({**event, "sequence_number": number})
-    return events, output.items()
+    return events, output.whole()
 
 
 def text_of(item: dict[str, Any]) -> str:

@@ -120,12 +120,14 @@ class Piece:
         token_id: the token that it came with.
         finish_reason: why the answer ended; None before the last piece.
         completion: the whole answer; None before the last piece.
+        stop: the stop string that ended the answer; None if none did.
     """
 
     text: str
     token_id: int | None
     finish_reason: FinishReason | None = None
     completion: Completion | None = None
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,7 @@ class Answer:
         self._shown.append(new)
         if reason is None:
             return Piece(new, token.token)
-        return Piece(new, token.token, reason, self._completion(reason))
+        return Piece(new, token.token, reason, self._completion(reason), text.met)
 
     def _completion(self, reason: FinishReason) -> Completion:
         tokens, sampling, source = self._tokens, self._sampling, self.source

@@ -25,12 +25,13 @@ from ostinato import __version__
 from ostinato.errors import OstinatoError
 from ostinato.serve.chat import chat, template_text
 from ostinato.serve.completions import complete
+from ostinato.serve.conversation import IGNORED
 from ostinato.serve.embeddings import embed
 from ostinato.serve.errors import RETRY_AFTER_S, Refusal, error_response, refusal_of
 from ostinato.serve.front import Gateway
 from ostinato.serve.log import Record
 from ostinato.serve.metrics import CONTENT_TYPE
-from ostinato.serve.responses import IGNORED, delete, input_items, input_tokens, respond, retrieve
+from ostinato.serve.responses import delete, input_items, input_tokens, respond, retrieve
 from ostinato.serve.responses_body import ResponsesBody
 from ostinato.serve.responses_output import lost_event
 from ostinato.serve.service import Service

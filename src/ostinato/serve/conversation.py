@@ -7,7 +7,7 @@ puts into its own shape. Nothing here knows the shape of any API.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +23,7 @@ from ostinato.text.answer import AnswerReader, Delta
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tools import TemplateMessage, Tool, ToolChoice, ToolFormat
 
+IGNORED: Final = "x-ostinato-ignored"  # the header that names what of a request had no effect
 _OF_THE_REQUEST: Final = ("self", "messages", "tools", "documents")
 
 
@@ -69,6 +70,13 @@ async def submitted(
     answers = Answers(service, llm, repeated([ask], n), n, record, asked.names.messages)
     await answers.start()
     return answers, reader
+
+
+async def n_prompt_tokens(service: Service, llm: LLM, asked: ChatRequest) -> int:
+    """How many tokens the prompt of a conversation has."""
+    text = await service.in_template_thread(rendered, service, llm, asked)
+    ask, _ = await service.in_thread(prepare, service, llm, asked, text)
+    return len(ask.ids)
 
 
 def rendered(service: Service, llm: LLM, asked: ChatRequest) -> str:
@@ -130,6 +138,12 @@ def effort_options(template: ChatTemplate | None, effort: str) -> dict[str, Any]
     return None
 
 
+def ignored_header(names: Iterable[str]) -> dict[str, str]:
+    """The header that names what of a request had no effect, if anything had none."""
+    listed = ", ".join(dict.fromkeys(names))
+    return {IGNORED: listed} if listed else {}
+
+
 # After
 
 
@@ -145,6 +159,7 @@ class AnswerDeltas:
 
     Attributes:
         reason: how the answer ended: `stop`, `length` or `tool_calls`; empty before.
+        stop: the stop string that ended it; None if none did.
         n_reasoning: tokens up to the last that added to the reasoning.
     """
 
@@ -153,6 +168,7 @@ class AnswerDeltas:
         self._pending = PendingTokens() if logprobs else None
         self._n_tokens = 0
         self.reason = ""
+        self.stop: str | None = None
         self.n_reasoning = 0
 
     def read(self, update: TokenUpdate) -> list[DeltaTokens]:
@@ -166,6 +182,7 @@ class AnswerDeltas:
             deltas += self._reader.finish()
             called = piece.finish_reason == "stop" and self._reader.n_calls > 0
             self.reason = "tool_calls" if called else piece.finish_reason
+            self.stop = piece.stop
         if any(delta.reasoning for delta in deltas):
             self.n_reasoning = self._n_tokens
         return [DeltaTokens(delta, self.unsent()) for delta in deltas]

@@ -17,14 +17,15 @@ from starlette.responses import Response
 
 from ostinato.errors import OstinatoError
 from ostinato.llm import LLM
+from ostinato.serve.answer_parts import AnswerParts, Event
 from ostinato.serve.answers import Answers, TokenUpdate
 from ostinato.serve.conversation import (
     AnswerDeltas,
     ChatRequest,
     FieldNames,
     effort_options,
-    prepare,
-    rendered,
+    ignored_header,
+    n_prompt_tokens,
     submitted,
 )
 from ostinato.serve.errors import Refusal, refusal_of
@@ -42,16 +43,15 @@ from ostinato.serve.responses_body import (
     ResponsesBody,
     listed,
     messages_of,
-    sealed,
 )
-from ostinato.serve.responses_output import Event, Output
+from ostinato.serve.responses_output import NewItem
+from ostinato.serve.sealed import sealed
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import JsonFormat
 from ostinato.serve.stream import EventStream, at_once, encode, formatted, json_response, named_event
 from ostinato.text.answer import AnswerReader
 from ostinato.text.tools import Tool, ToolChoice, read_choice, read_tools
 
-IGNORED: Final = "x-ostinato-ignored"  # the header that names what of a request had no effect
 TOO_LONG: Final = "context_length_exceeded"
 NOT_KEPT: Final = (
     "this server keeps no responses (--keep-responses); send the whole conversation as input, with store false"
@@ -72,9 +72,9 @@ async def respond(service: Service, body: ResponsesBody, request: Request) -> Re
         answers, reader = await _submitted(service, llm, body, asked.conversation, record)
     deltas = AnswerDeltas(reader(), logprobs=body.n_logprobs is not None)
     seal = sealed if ENCRYPTED in (body.include or ()) else None
-    output = Output(record.id, llm.tokenizer, deltas, seal)
+    output = AnswerParts(deltas, NewItem(record.id, llm.tokenizer, seal))
     reply = ResponseReply(service, body, asked, previous, answers, output, record)
-    headers = {IGNORED: ", ".join(asked.ignored)} if asked.ignored else {}
+    headers = ignored_header(asked.ignored)
     if body.stream:
         write_s = service.limits.write_s
         return EventStream(reply.events(), answers, record, write_s, headers=headers, failed=reply.failed)
@@ -162,7 +162,7 @@ def translated(llm: LLM, body: ResponsesBody, previous: KeptResponse | None, ite
         names=_NAMES,
     )
     n_bytes = sum(len(encode(item.model_dump())) for item in items)
-    return Translated(asked, items, functions, list(dict.fromkeys(ignored)), n_bytes)
+    return Translated(asked, items, functions, ignored, n_bytes)
 
 
 def _tools(body: ResponsesBody, functions: Sequence[FunctionTool]) -> tuple[tuple[Tool, ...], ToolChoice]:
@@ -228,14 +228,12 @@ async def _shortened(service: Service, llm: LLM, asked: ChatRequest) -> ChatRequ
     starts = [index for index in range(n_system + 1, len(messages)) if messages[index]["role"] == "user"]
 
     async def fits(shorter: ChatRequest) -> bool:
-        text = await service.in_template_thread(rendered, service, llm, shorter)
         try:
-            ask, _ = await service.in_thread(prepare, service, llm, shorter, text)
+            return await n_prompt_tokens(service, llm, shorter) + room <= llm.context
         except Refusal as refusal:
             if refusal.code != TOO_LONG:
                 raise
             return False
-        return len(ask.ids) + room <= llm.context
 
     found, low, high = None, 0, len(starts)
     while low < high:
@@ -261,7 +259,7 @@ class ResponseReply:
         asked: Translated,
         previous: KeptResponse | None,
         answers: Answers,
-        output: Output,
+        output: AnswerParts,
         record: Record,
     ) -> None:
         self._service, self._body, self._asked, self._previous = service, body, asked, previous
@@ -292,7 +290,7 @@ class ResponseReply:
     def failed(self, refusal: Refusal) -> bytes:
         """The last event of a stream that failed."""
         error = refusal.body()["error"] | {"code": "server_error"}  # of the codes that clients know, the one that fits
-        response = {**self._head, "status": "failed", "error": error, "output": self._output.items()}
+        response = {**self._head, "status": "failed", "error": error, "output": self._output.whole()}
         return self._encoded([{"type": "response.failed", "response": response}])
 
     def _encoded(self, events: Iterable[Event]) -> bytes:
@@ -312,7 +310,7 @@ class ResponseReply:
             "status": "incomplete" if cut else "completed",
             "completed_at": None if cut else int(self._service.clock()),
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": self._output.items(),
+            "output": self._output.whole(),
             "usage": self._usage(),
             **await self._answers.extras(),
         }
@@ -436,6 +434,5 @@ async def input_tokens(service: Service, body: ResponsesBody) -> Response:
     items = [_resolved(service.responses, item) for item in body.items]
     with _named_here():
         asked = (await service.in_thread(translated, llm, body, previous, items)).conversation
-        text = await service.in_template_thread(rendered, service, llm, asked)
-        ask, _ = await service.in_thread(prepare, service, llm, asked, text)
-    return json_response({"object": "response.input_tokens", "input_tokens": len(ask.ids)})
+        n_tokens = await n_prompt_tokens(service, llm, asked)
+    return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})

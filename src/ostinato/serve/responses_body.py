@@ -6,26 +6,28 @@ items back as it received them, with fields that only a server fills in: of an i
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
+from pydantic import Discriminator, Field, Tag
 
 from ostinato.options import MAX_LOGPROBS
 from ostinato.serve.errors import Refusal
+from ostinato.serve.sealed import unsealed
 from ostinato.serve.shapes import (
     UNTIL_IT_ENDS,
     ChoiceFormat,
     GrammarFormat,
     JsonFormat,
     JsonSchema,
+    OpenAIBody,
     RegexFormat,
     ResponseFormat,
-    SamplingBody,
     SchemaFormat,
+    Sent,
     TextFormat,
+    Word,
+    type_of,
 )
 from ostinato.text.tools import TemplateMessage
 
@@ -42,15 +44,6 @@ Include = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-# A word of a client that is repeated in a header.
-Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-_SEALED: Final = "ostinato:"  # before reasoning that travels through a client that keeps no text of it
-
-
-class Sent(BaseModel):
-    """A part of a body that a client may have received from a server: fields that it does not name are ignored."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
 
 # Items
@@ -115,16 +108,9 @@ class ReferenceItem(Sent):
 _ITEMS: Final = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
 
-# Branches of unions are in upper case: the path of a field in an error leaves them out.
-
-
-def _kind(value: Any) -> Any:
-    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-
-
 def _kind_of_item(item: Any) -> str:
     """By its `type`, which a message may lack, and a reference too."""
-    kind = _kind(item)
+    kind = type_of(item)
     if kind is None:
         kind = "message" if not isinstance(item, dict) or "role" in item else "item_reference"
     return str(kind).upper()
@@ -164,7 +150,7 @@ class OtherTool(Sent):
 
 
 def _kind_of_tool(tool: Any) -> str:
-    return "FUNCTION" if _kind(tool) == "function" else "OTHER"
+    return "FUNCTION" if type_of(tool) == "function" else "OTHER"
 
 
 ResponsesTool: TypeAlias = Annotated[
@@ -190,7 +176,7 @@ class AllowedTools(Sent):
 def _kind_of_choice(choice: Any) -> str:
     if isinstance(choice, str):
         return "WORD"
-    return "ALLOWED" if _kind(choice) == "allowed_tools" else "NAMED"
+    return "ALLOWED" if type_of(choice) == "allowed_tools" else "NAMED"
 
 
 ChoiceOfTool: TypeAlias = Annotated[
@@ -234,7 +220,7 @@ class ReasoningOptions(Sent):
     mode: Word | None = None
 
 
-class ResponsesBody(SamplingBody):
+class ResponsesBody(OpenAIBody):
     """`POST /v1/responses`."""
 
     input: str | Annotated[list[Item], Field(min_length=1)] | None = None
@@ -336,18 +322,7 @@ def reasoning_of(item: ReasoningItem) -> str:
     """The text of an item of reasoning, also of one that came back sealed; empty if another server sealed it."""
     if item.content:
         return text_of(item.content)
-    sealed = item.encrypted_content or ""
-    if not sealed.startswith(_SEALED):
-        return ""
-    try:
-        return base64.b64decode(sealed.removeprefix(_SEALED), validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
-        raise Refusal(400, "the encrypted_content of an item of reasoning was changed", param="input") from None
-
-
-def sealed(reasoning: str) -> str:
-    """Reasoning as `encrypted_content`. It hides nothing: the client that gets it got the text too."""
-    return _SEALED + base64.b64encode(reasoning.encode()).decode()
+    return unsealed(item.encrypted_content or "", "encrypted_content")
 
 
 # Back to a client

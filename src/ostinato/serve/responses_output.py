@@ -1,7 +1,6 @@
 """An answer as the output items of a response, and as the typed events of its stream.
 
-An item begins with the first delta of its kind (reasoning, text, a call) and ends when another begins, or the answer
-does; joined, the events are the items. Nothing here knows about HTTP.
+`answer_parts.py` says when an item begins and ends; here are its form and its events. Nothing here knows about HTTP.
 """
 
 from __future__ import annotations
@@ -11,14 +10,12 @@ from typing import Any, Literal
 
 from ostinato.engine.request import Token
 from ostinato.serve import logprobs
-from ostinato.serve.answers import TokenUpdate
-from ostinato.serve.conversation import AnswerDeltas
+from ostinato.serve.answer_parts import Event, PartKind
 from ostinato.serve.errors import Refusal
 from ostinato.serve.stream import named_event
-from ostinato.text.answer import CallDelta, Delta
+from ostinato.text.answer import CallDelta
 from ostinato.text.tokenizer import Tokenizer
 
-Event = dict[str, Any]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -39,8 +36,11 @@ class OutputItem:
     def begin(self) -> list[Event]:
         return [{"type": "response.output_item.added", "output_index": self._index, "item": self.whole()}]
 
-    def end(self, status: ItemStatus) -> list[Event]:
-        self.status = status
+    def add(self, text: str, tokens: Sequence[Token]) -> list[Event]:
+        raise NotImplementedError
+
+    def end(self, *, cut: bool) -> list[Event]:
+        self.status = "incomplete" if cut else "completed"
         return [{"type": "response.output_item.done", "output_index": self._index, "item": self.whole()}]
 
     def whole(self) -> dict[str, Any]:
@@ -71,16 +71,20 @@ class TextItem(OutputItem):
     def begin(self) -> list[Event]:
         return [*super().begin(), self._event("response.content_part.added", content_index=0, part=self.part())]
 
-    def add(self, text: str, **more: Any) -> Event:
+    def add(self, text: str, tokens: Sequence[Token]) -> list[Event]:
         self._texts.append(text)
-        return self._event(f"response.{self.name}.delta", content_index=0, delta=text, **more)
+        return [self._event(f"response.{self.name}.delta", content_index=0, delta=text, **self._with(tokens))]
 
-    def end(self, status: ItemStatus) -> list[Event]:
+    def end(self, *, cut: bool) -> list[Event]:
         return [
             self._event(f"response.{self.name}.done", content_index=0, text=self.text, **self._done()),
             self._event("response.content_part.done", content_index=0, part=self.part()),
-            *super().end(status),
+            *super().end(cut=cut),
         ]
+
+    def _with(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        """What a delta carries beside its text."""
+        return {}
 
     def _done(self) -> dict[str, Any]:
         return {}
@@ -96,10 +100,10 @@ class MessageOutput(TextItem):
         self._listed = listed
         self._logprobs: list[dict[str, Any]] = []
 
-    def add(self, text: str, *, tokens: Sequence[Token] = (), **more: Any) -> Event:
+    def _with(self, tokens: Sequence[Token]) -> dict[str, Any]:
         listed = self._listed(tokens) if tokens else []
         self._logprobs += listed
-        return super().add(text, logprobs=listed, **more)
+        return {"logprobs": listed}
 
     def part(self) -> dict[str, Any]:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self._logprobs}
@@ -118,7 +122,6 @@ class ReasoningOutput(TextItem):
     name = "reasoning_text"
 
     def __init__(self, id: str, index: int, seal: Callable[[str], str] | None) -> None:
-        """`seal` makes its `encrypted_content`, if that was requested."""
         super().__init__(id, index)
         self._seal = seal
 
@@ -144,13 +147,13 @@ class CallOutput(OutputItem):
         super().__init__(id, index)
         self.call_id, self._name, self._arguments = call.id or "", call.name or "", ""
 
-    def add(self, arguments: str) -> Event:
-        self._arguments += arguments
-        return self._event("response.function_call_arguments.delta", delta=arguments)
+    def add(self, text: str, tokens: Sequence[Token]) -> list[Event]:
+        self._arguments += text
+        return [self._event("response.function_call_arguments.delta", delta=text)]
 
-    def end(self, status: ItemStatus) -> list[Event]:
+    def end(self, *, cut: bool) -> list[Event]:
         done = {"name": self._name, "arguments": self._arguments}
-        return [self._event("response.function_call_arguments.done", **done), *super().end(status)]
+        return [self._event("response.function_call_arguments.done", **done), *super().end(cut=cut)]
 
     def whole(self) -> dict[str, Any]:
         return {
@@ -163,95 +166,21 @@ class CallOutput(OutputItem):
         }
 
 
-class Output:
-    """All items of one answer, while its tokens arrive."""
+class NewItem:
+    """Makes the items of one answer."""
 
-    def __init__(
-        self, id: str, tokenizer: Tokenizer, deltas: AnswerDeltas, seal: Callable[[str], str] | None = None
-    ) -> None:
-        """`id`: of the request; the ids of items are made from it."""
-        self._id, self._tokenizer, self._deltas, self._seal = id, tokenizer, deltas, seal
-        self._items: list[OutputItem] = []
-        self._unsaid = ""  # of a message that has no other text yet: before a call it is no message
-        self._unsaid_tokens: list[Token] = []
+    def __init__(self, id: str, tokenizer: Tokenizer, seal: Callable[[str], str] | None = None) -> None:
+        """`id`: of the request; the ids of items are made from it. `seal` makes reasoning's `encrypted_content`, if
+        that was requested."""
+        self._id, self._tokenizer, self._seal = id, tokenizer, seal
 
-    @property
-    def reason(self) -> str:
-        return self._deltas.reason
-
-    @property
-    def n_reasoning(self) -> int:
-        return self._deltas.n_reasoning
-
-    def items(self) -> list[dict[str, Any]]:
-        return [item.whole() for item in self._items]
-
-    def format_update(self, update: TokenUpdate) -> list[Event]:
-        """The events of a token: none, one or several."""
-        events = [event for delta, tokens in self._deltas.read(update) for event in self._read(delta, tokens)]
-        return events + self._end() if self.reason else events
-
-    def _read(self, delta: Delta, tokens: Sequence[Token]) -> list[Event]:
-        if delta.call is not None:
-            return self._read_call(delta.call)
-        if delta.reasoning:
-            return self._think(delta.reasoning)
-        self._unsaid += delta.content
-        self._unsaid_tokens += tokens
-        if not self._unsaid.strip() and not isinstance(self._last, MessageOutput):
-            return []
-        return self._say()
-
-    def _think(self, text: str) -> list[Event]:
-        events, item = [], self._last
-        if not isinstance(item, ReasoningOutput):
-            item = ReasoningOutput(self._item_id("rs"), len(self._items), self._seal)
-            events = self._opened(item)
-        return [*events, item.add(text)]
-
-    def _say(self) -> list[Event]:
-        """The text that is not said yet."""
-        text, tokens = self._unsaid, self._unsaid_tokens
-        self._unsaid, self._unsaid_tokens = "", []
-        events, item = [], self._last
-        if not isinstance(item, MessageOutput):
-            item = MessageOutput(self._item_id("msg"), len(self._items), self._listed)
-            events = self._opened(item)
-        return [*events, item.add(text, tokens=tokens)]
-
-    def _read_call(self, call: CallDelta) -> list[Event]:
-        events, item = [], self._last
-        if call.name is not None:
-            self._unsaid, self._unsaid_tokens = "", []
-            item = CallOutput(self._item_id("fc"), len(self._items), call)
-            events = self._opened(item)
-        assert isinstance(item, CallOutput), "a call's arguments came before its name"
-        return [*events, item.add(call.arguments)] if call.arguments else events
-
-    def _opened(self, item: OutputItem) -> list[Event]:
-        """The events of an item that begins: the end of the one before it comes first."""
-        events = self._close("completed")
-        self._items.append(item)
-        return [*events, *item.begin()]
-
-    @property
-    def _last(self) -> OutputItem | None:
-        last = self._items[-1] if self._items else None
-        return last if last is not None and last.status == "in_progress" else None
-
-    def _close(self, status: ItemStatus) -> list[Event]:
-        last = self._last
-        return [] if last is None else last.end(status)
-
-    def _end(self) -> list[Event]:
-        """The end of the last item; an answer that says nothing and calls nothing has a message all the same."""
-        cut_while_thinking = self.reason == "length" and bool(self._items)
-        silent = all(isinstance(item, ReasoningOutput) for item in self._items)
-        events = self._say() if silent and not cut_while_thinking else []
-        return events + self._close("incomplete" if self.reason == "length" else "completed")
-
-    def _item_id(self, prefix: str) -> str:
-        return f"{prefix}_{self._id}{len(self._items):04x}"
+    def __call__(self, kind: PartKind, index: int, call: CallDelta | None) -> OutputItem:
+        number = f"{self._id}{index:04x}"
+        if call is not None:
+            return CallOutput(f"fc_{number}", index, call)
+        if kind == "reasoning":
+            return ReasoningOutput(f"rs_{number}", index, self._seal)
+        return MessageOutput(f"msg_{number}", index, self._listed)
 
     def _listed(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
         content: list[dict[str, Any]] = logprobs.for_chat(self._tokenizer, tokens)["content"]

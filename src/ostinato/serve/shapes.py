@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from ostinato.errors import listing
 from ostinato.options import MAX_LOGPROBS, MAX_SEED, MAX_STOP_STRINGS, SAMPLING_NUMBERS, Sampling
@@ -49,10 +49,26 @@ UNTIL_IT_ENDS: Final = "By default an answer continues until the model ends it o
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+# A word of a client that is repeated in a header.
+Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+
+
+class Sent(BaseModel):
+    """A part of a body that a client may have received from a server: fields that it does not name are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+def type_of(value: Any) -> Any:
+    """The `type` of a part of a body, by which its branch of a union is chosen.
+
+    The names of branches are in upper case: the path of a field in an error leaves them out.
+    """
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 
 class Part(Strict):
@@ -223,7 +239,6 @@ class SamplingBody(Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -239,12 +254,6 @@ class SamplingBody(Body):
     def format(self) -> ResponseFormat | None:
         """The format that the answer must have."""
         return None
-
-    @model_validator(mode="after")
-    def _check_stream(self) -> SamplingBody:
-        if self.stream_options is not None and not self.stream:
-            raise Refusal(400, "stream_options is for a stream; set stream to true", param="stream_options")
-        return self
 
     def sampling(self) -> Sampling:
         """The sampling options of the body; without a seed, a random one, so that each of `n` answers has its own."""
@@ -282,7 +291,19 @@ class SamplingBody(Body):
                 return other.model_dump(exclude={"type"})
 
 
-class GenerationBody(SamplingBody):
+class OpenAIBody(SamplingBody):
+    """The fields that OpenAI's bodies with an answer share."""
+
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> OpenAIBody:
+        if self.stream_options is not None and not self.stream:
+            raise Refusal(400, "stream_options is for a stream; set stream to true", param="stream_options")
+        return self
+
+
+class GenerationBody(OpenAIBody):
     """The fields that chats and completions share."""
 
     max_tokens: Annotated[int, Field(ge=1, description=UNTIL_IT_ENDS)] | None = None

@@ -57,12 +57,14 @@ def error_event(refusal: Refusal) -> bytes:
     return b"data: " + json.dumps(refusal.body()).encode() + b"\n\n"
 
 
-async def formatted(answers: Answers, format: Callable[[Sequence[TokenUpdate]], bytes]) -> AsyncGenerator[bytes, None]:
-    """A stream's parts while tokens arrive, as a face formats them; comments while none arrives."""
+async def formatted(
+    answers: Answers, format: Callable[[Sequence[TokenUpdate]], bytes], keep_alive: bytes = KEEP_ALIVE
+) -> AsyncGenerator[bytes, None]:
+    """A stream's parts while tokens arrive, as a face formats them; `keep_alive`, a comment, while none arrives."""
     while not answers.done:
         updates = await answers.more()
         if not updates:
-            yield KEEP_ALIVE
+            yield keep_alive
             continue
         began = time.perf_counter()
         part = format(updates)

@@ -19,7 +19,7 @@ class TextStream:
     the text. Control tokens show nothing, but for those named by `show`: what marks a tool call, say.
     """
 
-    __slots__ = ("_characters", "_held", "_show", "_start", "_stop", "_tokenizer", "stopped")
+    __slots__ = ("_characters", "_held", "_show", "_start", "_stop", "_tokenizer", "met")
 
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, at_start: bool = True, show: Collection[str] = ()
@@ -30,7 +30,12 @@ class TextStream:
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._start = at_start
         self._held = ""
-        self.stopped = False  # a stop string was met: the text before it has been returned, and nothing follows
+        self.met: str | None = None  # the stop string that ended the text: what is before it has been returned
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was met: nothing follows."""
+        return self.met is not None
 
     def push(self, id: int) -> str:
         """Take the next token; the text that is safe to show now, often empty."""
@@ -47,12 +52,13 @@ class TextStream:
         if self.stopped:
             return ""
         held = self._held + text
-        met = min((at for at in map(held.find, self._stop) if at >= 0), default=None)
+        # Of two that begin at one place the shorter is met first, as it is where they come character by character.
+        met = min(((at, len(s), s) for s in self._stop if (at := held.find(s)) >= 0), default=None)
         maybe = len(held) if last else len(held) - open_end(held, self._stop)
-        if met is not None and met <= maybe:
-            self.stopped = True
+        if met is not None and met[0] <= maybe:
+            self.met = met[2]
             self._held = ""
-            return held[:met]
+            return held[: met[0]]
         self._held = held[maybe:]
         return held[:maybe]
 
