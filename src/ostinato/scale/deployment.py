@@ -44,7 +44,7 @@ ENGINE: Final = "Engine"
 INGRESS: Final = "Ingress"
 _REPORT_S: Final = 5.0
 _ATTEMPTS: Final = 3  # per request, if replicas die before the answer begins
-_FORWARDED: Final = frozenset({b"host", b"content-type", b"accept"})
+_FORWARDED: Final = frozenset({b"host", b"content-type", b"accept", b"anthropic-version"})
 _GONE: Final = "the replica that answered has died; ask again"
 
 

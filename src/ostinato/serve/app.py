@@ -27,9 +27,11 @@ from ostinato.serve.chat import chat, template_text
 from ostinato.serve.completions import complete
 from ostinato.serve.conversation import IGNORED
 from ostinato.serve.embeddings import embed
-from ostinato.serve.errors import RETRY_AFTER_S, Refusal, error_response, refusal_of
+from ostinato.serve.errors import RETRY_AFTER_S, Refusal, error_response, refusal_of, uses_anthropic
 from ostinato.serve.front import Gateway
 from ostinato.serve.log import Record
+from ostinato.serve.messages import anthropic_error_event, anthropic_model, count_tokens, create_message
+from ostinato.serve.messages_body import CountBody, MessagesBody
 from ostinato.serve.metrics import CONTENT_TYPE
 from ostinato.serve.responses import delete, input_items, input_tokens, respond, retrieve
 from ostinato.serve.responses_body import ResponsesBody
@@ -58,12 +60,29 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Every error has this shape."""
+    """Every error has this shape, except those of Anthropic's API."""
 
     error: ErrorDetail
 
 
-def _responses(*statuses: int, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+class AnthropicErrorDetail(BaseModel):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """Every error of Anthropic's API has this shape."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str | None
+
+
+def _responses(
+    *statuses: int, streams: bool = False, model: type[BaseModel] = ErrorBody
+) -> dict[int | str, dict[str, Any]]:
     words = {
         400: "The request cannot be done; `param` names the field.",
         401: "No valid API key.",
@@ -75,9 +94,10 @@ def _responses(*statuses: int, streams: bool = False) -> dict[int | str, dict[st
         429: "The queue is full; try again after `Retry-After` seconds.",
         500: "The server's fault.",
         503: _NOT_READY,
+        529: _NOT_READY,
     }
     made: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorBody, "description": words[status]} for status in (401, 403, 500, *statuses)
+        status: {"model": model, "description": words[status]} for status in (401, 403, 500, *statuses)
     }
     if streams:
         made[200] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
@@ -87,6 +107,8 @@ def _responses(*statuses: int, streams: bool = False) -> dict[int | str, dict[st
 _GET: Final = _responses()
 _POST: Final = _responses(400, 404, 408, 413, 415, 429, 503)
 _STREAMED: Final = _responses(400, 404, 408, 413, 415, 429, 503, streams=True)
+_ANTHROPIC: Final = _responses(400, 404, 408, 413, 415, 429, 529, model=AnthropicErrorBody)
+_ANTHROPIC_STREAMED: Final = _responses(400, 404, 408, 413, 415, 429, 529, streams=True, model=AnthropicErrorBody)
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -117,7 +139,7 @@ def guarded(app: ASGIApp, service: Service) -> ASGIApp:
             allow_origins=service.options.cors,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),  # clients in browsers add headers of their own
-            expose_headers=("x-request-id", "retry-after", IGNORED),
+            expose_headers=("x-request-id", "request-id", "retry-after", IGNORED),
         )
     return front
 
@@ -154,6 +176,16 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def forget(id: str) -> Response:
         return delete(service, id)
 
+    @app.post("/v1/messages", tags=["answers"], summary="Answer with a message", responses=_ANTHROPIC_STREAMED)
+    async def messages(body: MessagesBody, request: Request) -> Response:
+        return await create_message(service, body, request)
+
+    @app.post(
+        "/v1/messages/count_tokens", tags=["answers"], summary="The size of a message's prompt", responses=_ANTHROPIC
+    )
+    async def count_message_tokens(body: CountBody) -> Response:
+        return await count_tokens(service, body)
+
     @app.post("/v1/completions", tags=["answers"], summary="Go on from a prompt", responses=_STREAMED)
     async def completions(body: CompletionBody, request: Request) -> Response:
         return await complete(service, body, request)
@@ -187,19 +219,25 @@ def _add_texts(app: FastAPI, service: Service) -> None:
 
 
 def _add_status(app: FastAPI, service: Service) -> None:
-    def model_card(id: str) -> dict[str, Any]:
+    def model_card(id: str, request: Request) -> dict[str, Any]:
         llm = service.model
+        if uses_anthropic(request.scope):
+            return anthropic_model(id, service.started, llm)
         known = {} if llm is None else {"max_model_len": llm.context}
         return {"id": id, "object": "model", "created": service.started, "owned_by": "ostinato", **known}
 
     @app.get("/v1/models", tags=["status"], summary="What is served", responses=_GET)
-    async def models() -> Response:
-        return json_response({"object": "list", "data": [model_card(service.model_id)]})
+    async def models(request: Request) -> Response:
+        id = service.model_id
+        card = model_card(id, request)
+        if uses_anthropic(request.scope):
+            return json_response({"data": [card], "first_id": id, "last_id": id, "has_more": False})
+        return json_response({"object": "list", "data": [card]})
 
     @app.get("/v1/models/{id:path}", tags=["status"], summary="One model", responses=_responses(404))
-    async def model(id: str) -> Response:
+    async def model(id: str, request: Request) -> Response:
         service.check_name(id)
-        return json_response(model_card(id))
+        return json_response(model_card(id, request))
 
     not_ready: dict[int | str, dict[str, Any]] = {503: {"description": _NOT_READY}}
 
@@ -297,11 +335,11 @@ def _add_errors(app: FastAPI) -> None:
             raise error  # the front answers and logs it
         record: Record = request.state.record
         record.error = str(refusal)[:500]
-        return error_response(refusal, getattr(error, "headers", None))
+        return error_response(refusal, request.scope, getattr(error, "headers", None))
 
     async def ours(request: Request, error: Exception) -> Response:
         """Starlette sends this and raises the error again: the front logs it."""
-        return error_response(refusal_of(error))
+        return error_response(refusal_of(error), request.scope)
 
     app.add_exception_handler(Exception, ours)
     for kind in (Refusal, OstinatoError, RequestValidationError, HTTPException):
@@ -310,7 +348,12 @@ def _add_errors(app: FastAPI) -> None:
 
 def stream_error(path: str, refusal: Refusal, n_events: int) -> bytes:
     """The last event of a path's stream when the process that made the first `n_events` has died."""
-    return lost_event(refusal, n_events) if path == "/v1/responses" else error_event(refusal)
+    match path:
+        case "/v1/responses":
+            return lost_event(refusal, n_events)
+        case "/v1/messages":
+            return anthropic_error_event(refusal)
+    return error_event(refusal)
 
 
 def _refusal(request: Request, error: Exception) -> Refusal:

@@ -1,8 +1,8 @@
 """A request to answer a conversation, in the one form that every face translates its own to.
 
-A face (`chat.py`, `responses.py`) parses its own body into a `ChatRequest`, `submitted` renders it and starts the
-engine's requests, and an `AnswerDeltas` reads each answer's tokens back as text, reasoning and calls, which the face
-puts into its own shape. Nothing here knows the shape of any API.
+A face (`chat.py`, `responses.py`, `messages.py`) parses its own body into a `ChatRequest`, `submitted` renders it and
+starts the engine's requests, and an `AnswerDeltas` reads each answer's tokens back as text, reasoning and calls, which
+the face puts into its own shape. Nothing here knows the shape of any API.
 """
 
 from __future__ import annotations
@@ -136,6 +136,14 @@ def effort_options(template: ChatTemplate | None, effort: str) -> dict[str, Any]
     if "enable_thinking" in source:
         return {"enable_thinking": effort not in ("none", "minimal")}
     return None
+
+
+def thinking_options(template: ChatTemplate | None, wanted: bool) -> dict[str, Any] | None:
+    """Whether the model should reason, as variables of the template; None if the template has none for it."""
+    if template is not None and "enable_thinking" in template.source:
+        return {"enable_thinking": wanted}
+    known = effort_options(template, "none")
+    return {} if wanted and known is not None else known
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:

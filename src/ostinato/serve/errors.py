@@ -1,4 +1,5 @@
-"""Errors in OpenAI's shape: one JSON object with a message, a type, a field and a code.
+"""Errors in OpenAI's shape: one JSON object with a message, a type, a field and a code; and in Anthropic's, for those
+who use its API.
 
 Every error of ours has its HTTP status (`ostinato.errors`); any other exception becomes an internal error without
 details: no stack trace leaves the process.
@@ -11,7 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from starlette.datastructures import Headers
 from starlette.responses import Response
+from starlette.types import Scope
 
 from ostinato.errors import BadInput, OstinatoError, PromptTooLong
 
@@ -31,6 +34,17 @@ _KINDS: Final = {
     500: ("server_error", "internal_error"),
     503: ("service_unavailable_error", "not_ready"),
 }
+# The type of a status in Anthropic's shape.
+_ANTHROPIC: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    529: "overloaded_error",
+}
+_OVERLOADED: Final = 529  # Anthropic's status for "not now"
 # What the packages above call a value, and the field that held it.
 _FIELDS: Final = {
     **{name: name for name in ("messages", "prompt", "tools", "tool_choice")},
@@ -84,11 +98,33 @@ def _field_named_in(message: str) -> str | None:
     return _FIELDS[found[1]] + found[2]
 
 
-def error_response(refusal: Refusal, headers: Mapping[str, str] | None = None) -> Response:
-    """The error as an HTTP response, with `Retry-After` if the client may try again."""
+def error_response(refusal: Refusal, scope: Scope, headers: Mapping[str, str] | None = None) -> Response:
+    """The error as an HTTP response in the shape of the request's API; `Retry-After` if the client may try again."""
     more = dict(headers or {})
     if refusal.status in (429, 503):
         more.setdefault("retry-after", str(RETRY_AFTER_S))
+    status, body = refusal.status, refusal.body()
+    if uses_anthropic(scope):
+        status, body = anthropic_status(refusal), anthropic_error(refusal, scope["state"]["record"].id)
     # The standard library's JSON can encode any field name that a client sent, even a lone surrogate.
-    content = json.dumps(refusal.body()).encode()
-    return Response(content, refusal.status, more, media_type="application/json")
+    return Response(json.dumps(body).encode(), status, more, media_type="application/json")
+
+
+# Anthropic's shape
+
+
+def uses_anthropic(scope: Scope) -> bool:
+    """Whether a request is one of Anthropic's API: by its path, or by the version that its clients send with each."""
+    path: str = scope["path"]
+    return path == "/v1/messages" or path.startswith("/v1/messages/") or "anthropic-version" in Headers(scope=scope)
+
+
+def anthropic_status(refusal: Refusal) -> int:
+    return _OVERLOADED if refusal.status == 503 else refusal.status
+
+
+def anthropic_error(refusal: Refusal, id: str | None = None) -> dict[str, Any]:
+    """An error in Anthropic's shape. `id`: of the request."""
+    status = anthropic_status(refusal)
+    kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": refusal.message}, "request_id": id}

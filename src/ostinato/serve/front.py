@@ -1,7 +1,7 @@
 """The middleware before every endpoint: request id and log line, checks of host name, key and body.
 
-Plain ASGI, so that streams pass through untouched. Any exception behind it is answered here in OpenAI's shape,
-and no stack trace leaves the process.
+Plain ASGI, so that streams pass through untouched. Any exception behind it is answered here in the shape of
+the request's API, and no stack trace leaves the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Final
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ostinato.serve.errors import Refusal, error_response, refusal_of
+from ostinato.serve.errors import Refusal, error_response, refusal_of, uses_anthropic
 from ostinato.serve.log import Record
 from ostinato.serve.service import Service
 from ostinato.serve.settings import is_loopback
@@ -32,11 +32,11 @@ _PAGES: Final = frozenset({"/", "/docs"})
 _MOST_DISCARDED: Final = 4  # times the limit of a body, so that its sender can read why it was refused
 
 
-def holds_key(authorization: str, sums: Sequence[bytes]) -> bool:
-    """Whether an `Authorization` holds a key with one of these sums, as a bearer token or as a password; in constant
-    time."""
-    given = _sum(_key_in(authorization))
-    return any([hmac.compare_digest(given, known) for known in sums])
+def holds_key(headers: Headers, sums: Sequence[bytes]) -> bool:
+    """Whether the headers hold a key with one of these sums: in an `Authorization`, as a bearer token or as a password,
+    or as `x-api-key`; in constant time."""
+    keys = (_key_in(headers.get("authorization", "")), headers.get("x-api-key", "").encode())
+    return any([hmac.compare_digest(_sum(key), known) for key in keys for known in sums])
 
 
 def _sum(key: bytes) -> bytes:
@@ -94,6 +94,8 @@ class Gateway:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = record.id
+                if uses_anthropic(scope):
+                    MutableHeaders(scope=message)["request-id"] = record.id
             await send(message)
 
         try:
@@ -124,8 +126,8 @@ class Gateway:
                 "with --api-key",
             )
         guarded = self._key_sums and scope["path"] not in OPEN_PATHS
-        if guarded and not holds_key(headers.get("authorization", ""), self._key_sums):
-            raise Refusal(401, "no valid API key was given; send it as `Authorization: Bearer KEY`")
+        if guarded and not holds_key(headers, self._key_sums):
+            raise Refusal(401, "no valid API key was given; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")
 
     async def _with_body(self, headers: Headers, receive: Receive) -> Receive:
         """Read the whole body under its limits; later readers get the body, and then the client's disconnect.
@@ -192,7 +194,7 @@ class Gateway:
             headers["www-authenticate"] = f'{kind} realm="ostinato"'
         if refusal.status in (408, 413):
             headers["connection"] = "close"  # the rest of the body is not read
-        await error_response(refusal, headers)(scope, receive, send)
+        await error_response(refusal, scope, headers)(scope, receive, send)
 
     def _tell(self, scope: Scope, record: Record) -> None:
         route = scope.get("route")
