@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from anthropic.types.shared import ErrorResponse
 from openai.types.responses import ResponseErrorEvent
 
 from ostinato.errors import BadOption
@@ -112,6 +113,14 @@ def test_a_stream_of_a_response_that_breaks_off_ends_with_an_event_of_its_kind(d
     name, data = body.strip().split("\n\n")[-1].split("\n")
     event = ResponseErrorEvent.model_validate_json(data.removeprefix("data: "))
     assert (name, event.code, event.sequence_number) == ("event: error", "engine_restarting", 2)
+
+
+def test_a_stream_of_a_message_that_breaks_off_ends_with_an_event_of_its_kind(deployment: ModuleType) -> None:
+    played = Played([(200, STREAM, "x"), b"event: a\ndata: 1\n\n", died()])
+    body = b"".join(message.get("body", b"") for message in passed(deployment, played, "/v1/messages")).decode()
+    name, data = body.strip().split("\n\n")[-1].split("\n")
+    event = ErrorResponse.model_validate_json(data.removeprefix("data: "))
+    assert (name, event.error.type) == ("event: error", "overloaded_error")
 
 
 def test_replicas_keep_no_responses(deployment: ModuleType) -> None:

@@ -7,13 +7,14 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.scale import prefix
-from ostinato.scale.prefix import BLOCK, PrefixTable, keys_of_body, keys_of_text
+from ostinato.scale.prefix import BLOCK, PrefixKeys, PrefixTable, keys_of_body, keys_of_text
 
 TEXTS = st.text(alphabet="ab", max_size=5 * BLOCK)
 Choose = Callable[[str, Sequence[str], dict[str, int]], str]
@@ -83,6 +84,17 @@ def test_a_longer_conversation_has_the_keys_of_the_shorter_one() -> None:
         assert len(short) > 1
         assert long[: len(short) - 1] == short[:-1]
     assert keys_of_body(json.dumps({"prompt": list(range(200))}).encode())
+
+
+def test_what_changes_from_turn_to_turn_and_is_not_in_the_prompt_changes_no_key() -> None:
+    def keys(turn: int, *marked: dict[str, Any]) -> PrefixKeys:
+        header = {"type": "text", "text": f"x-anthropic-billing-header: cch={turn};"}
+        block = {"type": "text", "text": "word " * 40, **(marked[0] if marked else {})}
+        body = {"system": [header, {"type": "text", "text": "be brief " * 20}], "messages": [{"content": [block]}]}
+        return keys_of_body(json.dumps(body).encode())
+
+    assert keys(1) == keys(2) == keys(3, {"cache_control": {"type": "ephemeral"}})
+    assert len(keys(1)) > 5
 
 
 def test_who_has_the_longest_prefix_is_first_unless_it_is_much_busier() -> None:

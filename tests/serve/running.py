@@ -69,10 +69,12 @@ def serving(
     make_id: Callable[[], str] | None = None,
     clock: Callable[[], float] = time.time,
     wait: bool = True,
+    send_bytes: int | None = None,
     llm: dict[str, Any] | None = None,
     **words: Any,
 ) -> Iterator[Running]:
-    """A server over a model; the words are those of `ServeOptions`, `llm` those of `LoadOptions`."""
+    """A server over a model; the words are those of `ServeOptions`, `llm` those of `LoadOptions`. `send_bytes`: the
+    system's buffer for what a client has not read."""
     from ostinato.options import LoadOptions
 
     loading = {"device": "cpu", **(llm or {})}
@@ -80,6 +82,8 @@ def serving(
     listening = socket.create_server((options.host, 0))
     # As uvloop, which a worker runs on, does by itself; else a kept connection waits 40 ms for each answer.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if send_bytes is not None:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
     host, port = listening.getsockname()[:2]
     started = threading.Event()
     found: list[Running] = []
@@ -115,3 +119,8 @@ def serving(
             found[0].loop.call_soon_threadsafe(found[0].worker.stop)
         thread.join(DEADLINE_S)
         assert not thread.is_alive(), "the server did not end"
+
+
+def only(server: Running, text: str) -> dict[str, Any]:
+    """Sampling whose answer is one token again and again."""
+    return {"temperature": 0, "seed": 1, "logit_bias": {str(server.llm.tokenize(text)[0]): 100}}

@@ -49,6 +49,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "seed": 1,
         },
     ),
+    "message": ("/v1/messages", {"messages": HELLO, **ONLY_A}),
+    "message-stop": ("/v1/messages", {"messages": HELLO, **ONLY_A, "max_tokens": 9, "stop_sequences": ["aaaa"]}),
+    "message-call": (
+        "/v1/messages",
+        {
+            "messages": HELLO,
+            "tools": [{"name": "look", "input_schema": TOOL["function"]["parameters"]}],
+            "tool_choice": {"type": "any"},
+            "temperature": 0,
+            "seed": 1,
+            "max_tokens": 150,
+        },
+    ),
     "completion": ("/v1/completions", {"prompt": "hello", **ONLY_A}),
     "completion-echo": ("/v1/completions", {"prompt": "hello", **ONLY_A, "echo": True}),
 }
@@ -82,5 +95,7 @@ def masked(text: str) -> str:
     text = re.sub(r'"timings":\{[^}]*\}', '"timings":{}', text)
     text = re.sub(r'"digest":"[0-9a-f]{64}"', '"digest":""', text)
     text = re.sub(r'"cached_tokens":\d+', '"cached_tokens":0', text)
+    text = re.sub(r'"input_tokens":\d+,"cache_creation', '"input_tokens":0,"cache_creation', text)
+    text = re.sub(r'"cache_read_input_tokens":\d+', '"cache_read_input_tokens":0', text)
     text = re.sub(r'"call_id":"call_[0-9a-f]{24}"', '"call_id":"call_"', text)
     return re.sub(r'"id":"call_[0-9a-f]{24}"', '"id":"call_"', text)

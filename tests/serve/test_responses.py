@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from ostinato.errors import BadOption
 from ostinato.serve.settings import ServeOptions
-from tests.cli import tiny_model
-from tests.serve.running import Running, serving
+from tests.serve.running import Running, only, serving
 
 PATH, CHAT = "/v1/responses", "/v1/chat/completions"
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -283,28 +281,6 @@ def test_formats_are_those_of_chats(server: Running, format: dict[str, Any], ask
 
 
 # Reasoning
-
-
-@pytest.fixture(scope="module")
-def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server over a model whose template begins the reasoning, and can be told not to."""
-
-    def change(metadata: dict[str, Any]) -> None:
-        template = metadata["tokenizer.chat_template"]
-        begin = "{% if enable_thinking is not false %}<think>\n{% endif %}"
-        kept = "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
-        source = template.value.replace("assistant\n", "assistant\n" + begin)
-        source = source.replace("{{ message", kept + "{{ message", 1).replace("{{message", kept + "{{message", 1)
-        template.value = source + "{# </think> #}"
-
-    model = tiny_model.write(tmp_path_factory.mktemp("thinking") / "thinking.gguf", context=256, change=change)
-    with serving(model, llm={"context": 256, "slots": 1}) as running:
-        yield running
-
-
-def only(server: Running, text: str) -> dict[str, Any]:
-    """Sampling whose answer is one token again and again."""
-    return {"temperature": 0, "seed": 1, "logit_bias": {str(server.llm.tokenize(text)[0]): 100}}
 
 
 def test_reasoning_is_an_item_of_its_own(thinking: Running) -> None:

@@ -23,18 +23,20 @@ stops = st.lists(few_letters | st.text(min_size=1, max_size=3) | st.sampled_from
 texts = st.text() | st.lists(st.sampled_from(ATOMS)).map("".join) | st.text("abth e\n", max_size=60)
 
 
-def stream(tokenizer: Tokenizer, ids: list[int], stop: list[str], *, at_start: bool = True) -> tuple[list[str], bool]:
+def stream(
+    tokenizer: Tokenizer, ids: list[int], stop: list[str], *, at_start: bool = True
+) -> tuple[list[str], str | None]:
     streaming = TextStream(tokenizer, stop, at_start=at_start)
     pieces = [streaming.push(id) for id in ids]
-    return [*pieces, streaming.finish()], streaming.stopped
+    return [*pieces, streaming.finish()], streaming.met
 
 
 def check(tokenizer: Tokenizer, ids: list[int], stop: list[str], *, at_start: bool = True) -> None:
     whole = tokenizer.decode(ids, at_start=at_start)
-    found = [whole.find(s) for s in stop if s in whole]
-    pieces, stopped = stream(tokenizer, ids, stop, at_start=at_start)
-    assert stopped == bool(found)
-    assert "".join(pieces) == (whole[: min(found)] if found else whole)
+    found = [(whole.find(s), len(s), s) for s in stop if s in whole]
+    pieces, met = stream(tokenizer, ids, stop, at_start=at_start)
+    assert met == (min(found)[2] if found else None)
+    assert "".join(pieces) == (whole[: min(found)[0]] if found else whole)
 
 
 @pytest.mark.soak
@@ -104,9 +106,9 @@ def test_a_stop_string_inside_one_token_cuts_the_token() -> None:
 
 def test_a_stop_string_that_is_only_begun_comes_out_at_the_end() -> None:
     tokenizer = TOKENIZERS["byte-level"]
-    pieces, stopped = stream(tokenizer, tokenizer.encode("one tw", bos=False), ["two"])
+    pieces, met = stream(tokenizer, tokenizer.encode("one tw", bos=False), ["two"])
     assert "".join(pieces) == "one tw"
-    assert not stopped
+    assert met is None
 
 
 def test_the_space_that_opens_a_text_is_dropped_once() -> None:

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from ostinato.serve.messages_body import is_billing
+
 BLOCK: Final = 64  # characters
 MOST_BLOCKS: Final = 512  # beyond these, prompts count as the same
 MOST_KEYS: Final = 200_000
@@ -51,11 +53,20 @@ def _text(asked: Mapping[str, Any]) -> str:
         messages = items  # of `/v1/responses`
     if isinstance(messages, list):
         # Tools come first in most templates. A message ends with a separator, so that a longer one has another key.
-        parts: Iterable[Any] = (asked.get("tools"), asked.get("instructions"), *messages)
-        return "\x1e".join(json.dumps(part, sort_keys=True) for part in parts)
+        parts: Iterable[Any] = (asked.get("tools"), asked.get("instructions"), asked.get("system"), *messages)
+        return "\x1e".join(json.dumps(_lasting(part), sort_keys=True) for part in parts)
     if isinstance(prompt, str):
         return prompt
     return json.dumps(prompt)[1:-1] if isinstance(prompt, list) else ""
+
+
+def _lasting(part: Any) -> Any:
+    """A part of a conversation without what changes from turn to turn and is not in the prompt."""
+    if isinstance(part, dict):
+        return {name: _lasting(value) for name, value in part.items() if name != "cache_control"}
+    if isinstance(part, list):
+        return [_lasting(one) for one in part if not is_billing(one)]
+    return part
 
 
 class PrefixTable:

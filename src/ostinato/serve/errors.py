@@ -44,6 +44,7 @@ _ANTHROPIC: Final = {
     429: "rate_limit_error",
     529: "overloaded_error",
 }
+NO_THREADS: Final = "thread_unsupported_request"  # Anthropic's code; its clients then send whole conversations
 _OVERLOADED: Final = 529  # Anthropic's status for "not now"
 # What the packages above call a value, and the field that held it.
 _FIELDS: Final = {
@@ -127,4 +128,5 @@ def anthropic_error(refusal: Refusal, id: str | None = None) -> dict[str, Any]:
     """An error in Anthropic's shape. `id`: of the request."""
     status = anthropic_status(refusal)
     kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": refusal.message}, "request_id": id}
+    details = {"details": {"error_code": NO_THREADS}} if refusal.code == NO_THREADS else {}
+    return {"type": "error", "error": {"type": kind, "message": refusal.message, **details}, "request_id": id}

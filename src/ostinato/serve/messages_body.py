@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from ostinato.options import MAX_STOP_STRINGS, Sampling
-from ostinato.serve.errors import Refusal
+from ostinato.serve.errors import NO_THREADS, Refusal
 from ostinato.serve.sealed import unsealed
 from ostinato.serve.shapes import (
     JsonSchema,
@@ -29,7 +29,17 @@ from ostinato.serve.shapes import (
 )
 from ostinato.text.tools import TemplateMessage
 
-BILLING: Final = "x-anthropic-billing-header:"  # a block of the system prompt that begins so is for no model
+_BILLING: Final = "x-anthropic-billing-header:"
+
+
+def is_billing(block: Any) -> bool:
+    """Whether a block of a body as it was sent is for the provider's accounts and no part of the prompt.
+
+    >>> is_billing({"type": "text", "text": "x-anthropic-billing-header: cch=1;"}), is_billing("be brief")
+    (True, False)
+    """
+    text = block.get("text") if isinstance(block, dict) else getattr(block, "text", None)
+    return isinstance(text, str) and text.startswith(_BILLING)
 
 
 # Blocks
@@ -191,6 +201,7 @@ class CountBody(SamplingBody):
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputOptions | None = None
+    thread: dict[str, Any] | None = Field(default=None, description="Refused: no conversation is kept here.")
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -221,6 +232,10 @@ class MessagesBody(CountBody):
 
 def messages_of(body: CountBody) -> list[TemplateMessage]:
     """The conversation as chat templates expect it."""
+    if body.thread is not None:
+        # Ignored, it would cost a client its conversation: it would send only what is new from now on.
+        told = "thread: messages are not kept here; send the whole conversation with each request"
+        raise Refusal(400, told, param="thread", code=NO_THREADS)
     messages: list[TemplateMessage] = []
     if system := _system(body.system):
         messages.append({"role": "system", "content": system})
@@ -235,16 +250,15 @@ def messages_of(body: CountBody) -> list[TemplateMessage]:
             for made in _of_client(message, where, called):
                 _add(messages, made)
     if body.messages[-1].role == "assistant":
-        message = f"{where}: the last message is the assistant's; to continue one is not supported, end with the user's"
-        raise Refusal(400, message, param=where)
+        told = f"{where}: the last message is the assistant's; to continue one is not supported, end with the user's"
+        raise Refusal(400, told, param=where)
     return messages
 
 
 def _system(given: str | Sequence[Text] | None) -> str:
     if given is None or isinstance(given, str):
         return given or ""
-    blocks = [block for block in given if not (isinstance(block, TextContent) and block.text.startswith(BILLING))]
-    return _text(blocks, "system")
+    return _text([block for block in given if not is_billing(block)], "system")
 
 
 def _text(blocks: Sequence[Text], where: str) -> str:

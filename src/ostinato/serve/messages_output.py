@@ -33,7 +33,7 @@ class ContentBlock:
 
     def add(self, text: str, tokens: Sequence[Token]) -> list[Event]:
         self._texts.append(text)
-        return [self._delta(self.delta(text))]
+        return [self._delta(self.delta(text))] if text else []
 
     def end(self, *, cut: bool) -> list[Event]:
         return [{"type": "content_block_stop", "index": self._index}]
