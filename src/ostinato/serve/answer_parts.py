@@ -36,7 +36,7 @@ class AnswerPart(Protocol):
 NewPart = Callable[[PartKind, int, CallDelta | None], AnswerPart]
 
 
-class _Made(NamedTuple):
+class _MadePart(NamedTuple):
     kind: PartKind
     part: AnswerPart
 
@@ -47,7 +47,7 @@ class AnswerParts:
     def __init__(self, deltas: AnswerDeltas, new_part: NewPart) -> None:
         """`new_part` makes a part of a kind at an index; a call from its first delta."""
         self._deltas, self._new_part = deltas, new_part
-        self._made: list[_Made] = []
+        self._made: list[_MadePart] = []
         self._unsaid = ""  # of a text that is blank so far: before a call it is no part
         self._unsaid_tokens: list[Token] = []
 
@@ -111,7 +111,7 @@ class AnswerParts:
         """The events of a part that begins: the end of the one before it comes first."""
         events = self._made[-1].part.end(cut=False) if self._made else []
         part = self._new_part(kind, len(self._made), call)
-        self._made.append(_Made(kind, part))
+        self._made.append(_MadePart(kind, part))
         return [*events, *part.begin()]
 
     def _end(self) -> list[Event]:
