@@ -709,12 +709,13 @@ def judge_phases(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
 
 def fusions(device: str, *, name: str, type: str, depth: int, n_tokens: int, runs: int) -> Iterator[Record]:
     """The pace of a loop with every fusion, and with each of them switched off."""
+    from ostinato.backends.cuda import gpu
     from ostinato.backends.cuda.kernels import triton_kernels
     from ostinato.backends.cuda.plan import FusedPlan, Fusions
     from ostinato.backends.torch.kernels import twin_kernels
 
     model = model_on(name, type, device)
-    kernels = twin_kernels() if device == "cpu" else triton_kernels()
+    kernels = twin_kernels() if device == "cpu" else triton_kernels(gpu.chip_of(device))
     for off in (None, *(field.name for field in fields(Fusions))):
         chosen = Fusions() if off is None else replace(Fusions(), **{off: False})
         with closing(_by_hand(model, type, mode="loop", context=depth + n_tokens + 64, n_slots=1)) as driver:

@@ -295,8 +295,9 @@ def _import_kernels() -> None:
     import cuda.core  # noqa: F401
 
     from ostinato.backends.cuda.kernels import triton_kernels
+    from ostinato.backends.machine import TUNED
 
-    triton_kernels()
+    triton_kernels(TUNED)
 
 
 # Memory of graphs

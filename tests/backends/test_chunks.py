@@ -20,6 +20,7 @@ from torch import Tensor
 from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant, OutputKind, output_rows
 from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.kernels import triton_kernels
+from ostinato.backends.machine import TUNED
 from ostinato.backends.native.pages import NativePages
 from ostinato.backends.torch.kernels import twin_kernels
 from ostinato.backends.torch.model import Model
@@ -154,7 +155,7 @@ def test_rows_beside_others_have_the_bits_they_have_alone_by_torch(family: str) 
 def fused(driver: Driver, *, triton: bool, buckets: Sequence[int] = (16, ROWS)) -> None:
     """Chunks as a GPU has them, by Triton's interpreter or by the twins."""
     runner = driver.runner
-    kernels = triton_kernels() if triton else twin_kernels()
+    kernels = triton_kernels(TUNED) if triton else twin_kernels()
     given = (runner.model, runner.memory, runner.tables, runner.model.shape.vocab, kernels)
     runner.chunks = FusedChunks(*given, buckets=buckets)
 

@@ -127,7 +127,7 @@ def test_every_choice_for_a_chip_has_its_reason_and_capabilities_are_numbers() -
         assert found["attention in a step"]["choice"] == f"{4 * n} programs"
         # As text "10.0" would come before "8.0".
         assert found["products of bfloat16"]["choice"] == ("float32 units" if capability[0] == 7 else "tensor cores")
-        assert ("refused" in found["shared memory of a block"]["choice"]) == (shared < 227)
+        assert ("fewer stages" in found["shared memory of a block"]["choice"]) == (shared < 227)
         assert found["tiles of products"]["choice"].startswith("by type and shape")
 
 

@@ -41,6 +41,7 @@ from ostinato.backends.cuda.stamps import Stamps
 from ostinato.backends.cuda.start import CudaStart
 from ostinato.backends.cuda.start import source as cuda_source
 from ostinato.backends.cuda.while_graph import WhileGraph
+from ostinato.backends.machine import TUNED
 from ostinato.backends.torch.allocate import BumpAllocator
 from ostinato.backends.torch.kernels import twin_kernels
 from ostinato.backends.torch.model import Model
@@ -677,7 +678,7 @@ def test_a_fused_step_is_launches_and_nothing_else_and_the_same_whoever_lives(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """E-46, E-52, E-61: no copy, no question to the device, no grid that follows from a length."""
-    driver = fused_driver(family_model(family), triton_kernels())
+    driver = fused_driver(family_model(family), triton_kernels(TUNED))
     table, launches = driver.runner.tables.table, Launches(monkeypatch)
 
     def recorded(n_rows: int, position: int) -> list[tuple[Any, ...]]:
@@ -729,7 +730,7 @@ def test_what_the_native_loop_works_in_has_no_room_for_the_scores_of_a_chunk() -
 @pytest.mark.slow
 def test_a_kernel_that_runs_twice_leaves_what_it_left_once_unless_it_adds() -> None:
     """E-37."""
-    driver = fused_driver(family_model("llama"), triton_kernels())
+    driver = fused_driver(family_model("llama"), triton_kernels(TUNED))
     driver.admit(1, PROMPT, most=2)
     driver.run()
     plan = driver.runner.plan

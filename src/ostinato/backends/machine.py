@@ -44,6 +44,7 @@ class Chip:
     # Of the GPU that runs it, where OSTINATO_CHIP names another one: kernels are made for `capability` and assembled
     # for this.
     device_capability: Capability | None = None
+    has_ptx: bool = True  # NVIDIA's own instructions, written into kernels
 
     @property
     def arch(self) -> str:

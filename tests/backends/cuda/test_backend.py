@@ -59,3 +59,13 @@ def test_chips_older_than_ampere_are_refused_by_their_capability_in_every_mode()
         assert reason == "compute capability 7.5 is too old: the kernels need 8.0 (Ampere) or newer"
     for capability, shared in SHARED_BYTES.items():
         assert CUDA.why_not_here("loop", replace(CARD, chip=Chip(capability, 20, shared))) is None
+
+
+def test_a_kernel_that_fits_no_block_is_told_by_name_before_weights_are_read() -> None:
+    model = family_model("llama")
+    tiny = replace(CARD, chip=Chip((8, 0), 20, 20_000))
+    asked = (model.shape, tensors_in(model), LoadOptions(), tiny)
+    reason = CUDA.why_not("loop", *asked)
+    assert reason is not None
+    assert reason.startswith("the product with F32 weights needs ")
+    assert reason.endswith("bytes of shared memory, and a block has 20000 here")

@@ -16,6 +16,7 @@ from ostinato.backends.base import ChunkPart, ChunkWant, Settled
 from ostinato.backends.cuda.backend import CUDA
 from ostinato.backends.cuda.chunks import BUCKETS, FusedChunks
 from ostinato.backends.cuda.kernels import triton_kernels
+from ostinato.backends.machine import TUNED
 from ostinato.backends.memory_rows import OUTPUT_ROWS
 from ostinato.backends.torch.kernels import twin_kernels
 from ostinato.backends.torch.model import Model
@@ -53,7 +54,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 def prefill_of(driver: Driver, *, triton: bool, buckets: tuple[int, ...] = (16, 64)) -> FusedChunks:
     runner = driver.runner
-    kernels = triton_kernels() if triton else twin_kernels()
+    kernels = triton_kernels(TUNED) if triton else twin_kernels()
     runner.chunks = FusedChunks(
         runner.model, runner.memory, runner.tables, runner.model.shape.vocab, kernels, buckets=buckets
     )
@@ -161,7 +162,7 @@ def test_a_step_of_kernels_multiplies_packed_experts_as_the_twins_do(family: str
     plain = small_experts(family, mix, torch.float32)
     for model in (plain, with_two_types(plain)):
         tokens, logits = logits_of(fused_driver(model, twin_kernels()), 2)
-        fused_tokens, fused_logits = logits_of(fused_driver(model, triton_kernels()), 2)
+        fused_tokens, fused_logits = logits_of(fused_driver(model, triton_kernels(TUNED)), 2)
         assert fused_tokens == tokens
         torch.testing.assert_close(fused_logits, logits, rtol=2e-3, atol=2e-3)
 

@@ -8,6 +8,7 @@ import torch
 from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.kernels import triton_kernels
 from ostinato.backends.cuda.plan import ALL_FUSIONS, FusedPlan, Fusions
+from ostinato.backends.machine import TUNED
 from ostinato.backends.torch.kernels import Kernels, twin_kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
@@ -59,7 +60,7 @@ def test_a_fused_step_of_twins_gives_the_logits_of_the_models_own_blocks(family:
 def test_a_fused_step_of_triton_kernels_gives_the_logits_of_the_models_own_blocks(family: str) -> None:
     model = family_model(family)
     tokens, logits = logits_of(open_loop(model=model, mode="twin", n_slots=3), 2)
-    fused_tokens, fused_logits = logits_of(fused_driver(model, triton_kernels()), 2)
+    fused_tokens, fused_logits = logits_of(fused_driver(model, triton_kernels(TUNED)), 2)
     assert fused_tokens == tokens
     torch.testing.assert_close(fused_logits, logits, rtol=2e-3, atol=2e-3)
 

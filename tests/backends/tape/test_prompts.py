@@ -19,6 +19,7 @@ from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.kernels import triton_kernels
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.scratch import scratch_elements
+from ostinato.backends.machine import TUNED
 from ostinato.backends.tape.backend import TapeRunner
 from ostinato.backends.tape.tape_weight import TapeWeight
 from ostinato.backends.torch.backend import TWIN
@@ -58,7 +59,7 @@ def lies_on_tape(model: Model) -> bool:
 
 def prefill_of(driver: Driver, model: Model, *, triton: bool = False, buckets: tuple[int, ...] = (16, 32)) -> None:
     runner = driver.runner
-    kernels = triton_kernels() if triton else twin_kernels()
+    kernels = triton_kernels(TUNED) if triton else twin_kernels()
     runner.chunks = FusedChunks(model, runner.memory, runner.tables, model.shape.vocab, kernels, buckets=buckets)
 
 

@@ -19,7 +19,8 @@ from ostinato.backends.base import (
     kv_type_of,
     why_not_kept,
 )
-from ostinato.backends.machine import DeviceKind, Machine, cuda_version, why_too_old
+from ostinato.backends.cuda.chip import LEAST_SHARED_BYTES, chunk_block, chunk_bytes, padded_width
+from ostinato.backends.machine import Chip, DeviceKind, Machine, cuda_version, why_too_old
 from ostinato.backends.memory_rows import FLOAT_BYTES, output_row, shared_rows, without_empty
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.backend import TensorRunner, loaded_with, model_of, prefill_bytes
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ostinato.backends.base import Chunks
     from ostinato.backends.cuda.start import CudaStart
     from ostinato.backends.loading import Progress
+    from ostinato.backends.torch.kernels import Kernels
     from ostinato.backends.torch.load import DenseLoader
     from ostinato.backends.torch.model import Model
     from ostinato.loop.plan import Plan
@@ -82,7 +84,10 @@ class CudaBackend:
         reason = why_not_blocks(shape) or why_not_kept("the GPU", self.kv_types, kv_type)
         if reason is None and mode == "loop" and shape.recurrent is not None:
             reason = WHY_NO_LOOP
-        return reason or self.why_not_here(mode, machine)
+        reason = reason or self.why_not_here(mode, machine)
+        if reason is None and machine.chip is not None:
+            reason = why_no_room(shape, tensors, kv_type, machine.chip)
+        return reason
 
     def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> WeightLayout:
         return plain_layout(shape, options)
@@ -114,6 +119,12 @@ class CudaRunner(TensorRunner):
     # A step computes all rows at once; rows without a live slot need a place to write their states.
     spare_states = SPARE_STATES
 
+    def _kernels(self) -> Kernels:
+        from ostinato.backends.cuda import gpu
+        from ostinato.backends.cuda.kernels import triton_kernels
+
+        return triton_kernels(gpu.chip_of(self.model.device))
+
     def _start(self, plan: Plan) -> CudaStart:
         from ostinato.backends.cuda.graph import CudaGraph
         from ostinato.backends.cuda.start import CudaStart
@@ -128,11 +139,10 @@ class FusedRunner(CudaRunner):
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
         from ostinato.backends.cuda.chunks import FusedChunks
-        from ostinato.backends.cuda.kernels import triton_kernels
 
         plan, start = self._step()
         try:
-            chunks = FusedChunks(self.model, self.memory, self.tables, self.n_tokens, triton_kernels())
+            chunks = FusedChunks(self.model, self.memory, self.tables, self.n_tokens, self._kernels())
             chunks.capture(start.side)
         except BaseException:
             start.close()  # which may hold the card
@@ -140,10 +150,9 @@ class FusedRunner(CudaRunner):
         return plan, start, chunks
 
     def _step(self) -> tuple[Plan, CudaStart]:
-        from ostinato.backends.cuda.kernels import triton_kernels
         from ostinato.backends.cuda.plan import FusedPlan
 
-        plan = FusedPlan(self.model, self.memory, self.tables, self.n_tokens, triton_kernels()).plan()
+        plan = FusedPlan(self.model, self.memory, self.tables, self.n_tokens, self._kernels()).plan()
         return plan, self._start(plan)
 
 
@@ -151,11 +160,10 @@ class StaticRunner(CudaRunner):
     """Recurrent models: torch's step over all rows, and prompts in torch."""
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
-        from ostinato.backends.cuda.kernels import triton_kernels
         from ostinato.backends.cuda.static_plan import StaticStep
         from ostinato.backends.torch.chunks import TorchChunks
 
-        kernels = triton_kernels()
+        kernels = self._kernels()
         plan = StaticStep(self.model, self.memory, self.tables, self.n_tokens, kernels).plan()
         chunks = TorchChunks(self.model, self.memory, self.tables, self.n_tokens, kernels)
         chunks.warm()
@@ -200,6 +208,23 @@ def why_not_blocks(shape: Shape) -> str | None:
     if shape.attention and shape.head_width % 16:
         return f"heads of width {shape.head_width}; the kernels need a multiple of 16"
     return None
+
+
+def why_no_room(shape: Shape, tensors: HeaderTensors, kv_type: KVType, chip: Chip) -> str | None:
+    """Which kernel does not fit a block of a chip even with the fewest stages; None where all of them do."""
+    if chip.shared_bytes >= LEAST_SHARED_BYTES:
+        return None  # as on every known chip
+    from ostinato.backends.cuda.triton.tiles import least_bytes
+
+    needed = {f"the product with {tensor.type} weights": least_bytes(tensor) for tensor in tensors.values()}
+    if shape.attention:
+        width, item_bytes = padded_width(shape.head_width), 4 if kv_type == "f32" else 2
+        block = chunk_block(chip, width, item_bytes)
+        needed[f"the prompt's attention over {kv_type}"] = chunk_bytes(width, item_bytes, block, 1)
+    name = max(needed, key=lambda one: needed[one])
+    if needed[name] <= chip.shared_bytes:
+        return None
+    return f"{name} needs {needed[name]} bytes of shared memory, and a block has {chip.shared_bytes} here"
 
 
 def why_no_packages(machine: Machine) -> str | None:

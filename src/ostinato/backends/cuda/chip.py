@@ -1,7 +1,9 @@
-"""What is chosen for a GPU by its numbers (`Chip`), with the reason (E-82).
+"""What follows from a GPU's limits (`Chip`): how many iterations of a kernel's loop are in flight, and how the prompt's
+attention is cut where a block has little shared memory; each choice with its reason (E-82).
 
-Capabilities are compared as numbers: (10, 0) is newer than (9, 0). Nothing is chosen by a chip's name, and nothing that
-decides bits by the chip at all: how products are cut follows from the weight alone (`triton/tiles.py`).
+Capabilities are compared as numbers: (10, 0) is newer than (9, 0). Nothing is chosen by a chip's name. The tables of
+tiles were tuned where everything fits; elsewhere a kernel first gets fewer stages, which changes no bit. Integers only:
+what a kernel needs is said beside it, and `bench/cards.py` holds it against the compiler's own figures.
 """
 
 from __future__ import annotations
@@ -9,11 +11,60 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ostinato.backends.machine import OLDEST, PROGRAMS_PER_MULTIPROCESSOR, TUNED
+from ostinato.backends.machine import OLDEST, PROGRAMS_PER_MULTIPROCESSOR, SHARED_BYTES, TUNED
 from ostinato.backends.machine import Chip as Chip
+from ostinato.models.shape import Shape
+from ostinato.options import KVType
 
 TENSOR_CORES_SINCE: Final = OLDEST  # for bfloat16
 TUNED_ON: Final = TUNED.capability  # where the table of tiles was measured
+
+
+LEAST_SHARED_BYTES: Final = min(SHARED_BYTES.values())  # of a block: with so many, every kernel fits
+CHUNK_ROWS: Final = 64  # of a tile of the prompt's attention
+_CHUNK_BLOCK: Final = 64  # key positions at once, where they fit
+
+
+def stages_that_fit(chip: Chip, wanted: int, iteration_bytes: int, beside: int = 0) -> int:
+    """How many iterations of a loop may be in flight, `wanted` at most. A kernel of n stages keeps the operands of
+    n - 1 iterations in shared memory, and `beside` bytes more. No bit depends on it.
+
+    >>> [stages_that_fit(Chip((8, 9), 128, shared), 4, 36_864) for shared in (101_376, 166_912)]
+    [3, 4]
+    """
+    return max(1, min(wanted, 1 + (chip.shared_bytes - beside) // iteration_bytes))
+
+
+def chunk_bytes(width: int, item_bytes: int, block: int, stages: int) -> int:
+    """Shared memory that the prompt's attention takes at most: queries, blocks of K and V, and weights of V."""
+    queries, weights = CHUNK_ROWS * width * item_bytes, CHUNK_ROWS * block * item_bytes
+    keys = values = block * width * item_bytes
+    if stages == 1:
+        return queries + max(keys, weights) + values  # weights take the place of keys
+    return queries + (stages - 1) * (keys + values) + weights
+
+
+def chunk_block(chip: Chip, width: int, item_bytes: int) -> int:
+    """Key positions that the prompt's attention takes at once, of heads so wide (a power of two): the same on all
+    chips, unless not even one block fits. Fewer are summed in another order: bits change."""
+    block = _CHUNK_BLOCK
+    while block > 16 and chunk_bytes(width, item_bytes, block, 1) > chip.shared_bytes:
+        block //= 2
+    return block
+
+
+def other_cut(shape: Shape, kv_type: KVType, chip: Chip | None) -> str | None:
+    """What is summed in another order on a chip than where the kernels were tuned; None where nothing is."""
+    if chip is None or not shape.attention:
+        return None
+    width, item_bytes = padded_width(shape.head_width), 4 if kv_type == "f32" else 2
+    block = chunk_block(chip, width, item_bytes)
+    return None if block == chunk_block(TUNED, width, item_bytes) else f"prompt attention by {block}"
+
+
+def padded_width(width: int) -> int:
+    """The width of a head in a kernel: a power of two, 16 at least."""
+    return max(16, 1 << (width - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +102,7 @@ def choices(chip: Chip) -> tuple[KernelChoice, ...]:
         ),
         KernelChoice(
             "shared memory of a block",
-            "enough for every tile" if fits else "some tiles may be refused when they are loaded",
+            "enough for all stages of every tile" if fits else "fewer stages where a tile needs more; no bit changes",
             f"{chip.shared_bytes >> 10} kB; the tiles were tuned with {TUNED.shared_bytes >> 10} kB",
         ),
     )

@@ -43,7 +43,7 @@ def chip_of(gpu: Gpu) -> Chip:
     """What the device reports of itself; the chip that OSTINATO_CHIP names, where it does."""
     found: Any = torch.cuda.get_device_properties(gpu)
     shared = getattr(found, "shared_memory_per_block_optin", TUNED.shared_bytes)
-    chip = Chip((found.major, found.minor), found.multi_processor_count, int(shared))
+    chip = Chip((found.major, found.minor), found.multi_processor_count, int(shared), has_ptx=torch.version.hip is None)
     name = os.environ.get(PRETENDED)
     return pretended(chip, name) if name else chip
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from ostinato.backends.machine import Chip
 from ostinato.backends.torch.kernels import Kernels
 
 
-def triton_kernels() -> Kernels:
-    """Imported only where they run."""
+def triton_kernels(chip: Chip) -> Kernels:
+    """With tiles and stages that fit the chip. Imported only where they run."""
+    from ostinato.backends.cuda.launch import compile_as
     from ostinato.backends.cuda.triton.activation import bind_activate, bind_gated
     from ostinato.backends.cuda.triton.add_norm import bind_add_norm
     from ostinato.backends.cuda.triton.attend import attend_workspace, bind_attend
@@ -19,21 +23,22 @@ def triton_kernels() -> Kernels:
     from ostinato.backends.cuda.triton.norm import bind_norm
     from ostinato.backends.cuda.triton.sample import bind_sample, sample_workspace
 
+    compile_as(chip)
     return Kernels(
         embed=bind_embed,
-        matmul=bind_matmul,
-        attend=bind_attend,
+        matmul=partial(bind_matmul, chip=chip),
+        attend=partial(bind_attend, chip=chip),
         add_norm=bind_add_norm,
         route=bind_route,
-        experts_gate_up=bind_experts_gate_up,
-        experts_down=bind_experts_down,
+        experts_gate_up=partial(bind_experts_gate_up, chip=chip),
+        experts_down=partial(bind_experts_down, chip=chip),
         sample=bind_sample,
         attend_workspace=attend_workspace,
         sample_workspace=sample_workspace,
         norm=bind_norm,
-        gemm=bind_gemm,
+        gemm=partial(bind_gemm, chip=chip),
         append_chunk=bind_append_chunk,
-        attend_chunk=bind_chunk_attention,
+        attend_chunk=partial(bind_chunk_attention, chip=chip),
         activate=bind_activate,
         gated=bind_gated,
         logprobs=bind_logprobs,

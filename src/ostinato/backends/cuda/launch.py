@@ -15,7 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ostinato.errors import BadPointer
+from ostinato.backends.machine import Chip
+from ostinato.errors import BadPointer, HardwareCannot
 
 FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 EITHER: Final = (torch.float32, torch.bfloat16)  # of rows that products take and leave
@@ -38,7 +39,12 @@ class TritonLaunch:
         return TritonLaunch(kernel, grid, args, constants | options)
 
     def __call__(self) -> None:
-        self.kernel[self.grid](*self.args, **self.constants)
+        try:
+            self.kernel[self.grid](*self.args, **self.constants)
+        except Exception as error:
+            if (why := _why_no_room(self.kernel.__name__, error)) is None:
+                raise
+            raise HardwareCannot(why) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,33 @@ def grouped(given: Mapping[str, Any]) -> Any:
 def _group_of(names: tuple[str, ...]) -> Any:
     made: Any = namedtuple  # which mypy knows only with names written out
     return made("Group", names)
+
+
+def _why_no_room(kernel: str, error: Exception) -> str | None:
+    """What Triton says of a kernel that asks for more than the GPU has; None for another error."""
+    from triton.runtime.errors import OutOfResources  # here: a plan of twins needs no Triton
+
+    if not isinstance(error, OutOfResources):
+        return None
+    return f"{kernel} needs {error.required} ({error.name}), and this GPU has {error.limit}; use --device cpu"
+
+
+def compile_as(chip: Chip) -> None:
+    """Where OSTINATO_CHIP names another chip than the GPU that is there: make kernels of this process for that one, as
+    far as PTX, and assemble them for the GPU, on which a binary for the other would not load."""
+    if not chip.is_pretended:
+        return
+    from triton import knobs
+
+    def hook(*found: Any) -> tuple[str, str] | None:
+        if not found:  # Triton asks what tells these binaries from others in its cache
+            return (chip.arch, chip.arch)
+        backend, stages, options, _, capability = found
+        stages["ptx"] = lambda source, metadata: backend.make_ptx(source, metadata, options, capability)
+        return None
+
+    knobs.runtime.override_arch = chip.arch.replace("_", "")
+    knobs.runtime.add_stages_inspection_hook = hook
 
 
 def checked(

@@ -27,9 +27,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda import gpu
+from ostinato.backends.cuda.chip import padded_width, stages_that_fit
 from ostinato.backends.cuda.launch import FLOATS, TritonLaunch, checked, grouped
-from ostinato.backends.machine import PROGRAMS_PER_MULTIPROCESSOR
+from ostinato.backends.machine import PROGRAMS_PER_MULTIPROCESSOR, TUNED, Chip
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows
 from ostinato.backends.torch.ops.q8_0 import BLOCK as Q8_BLOCK
 
@@ -100,15 +100,17 @@ def bind_attend(
     workspace: Workspace,
     programs: int | None = None,
     stages: int | None = None,
+    chip: Chip = TUNED,
 ) -> TritonLaunch:
-    """Check everything once and return the launch. `programs` and `stages` change its speed and no bit."""
+    """Check everything once and return the launch. `programs`, `stages` and the chip change its speed and no bit."""
     device, n_slots, few = qkv.device, rows.n_slots, triton.next_power_of_2(heads.group)
     lead, n_attended = (n_slots, heads.n_kv_heads, MAX_SPLITS), heads.n_heads * heads.head_width
     sums, norms, paged = (*lead, heads.group, heads.head_width), (*lead, 2, heads.group), (n_slots, None)
     if programs is None:
-        programs = gpu.chip_of(device).attention_programs if device.type == "cuda" else PROGRAMS_PER_MULTIPROCESSOR
+        programs = chip.attention_programs if device.type == "cuda" else PROGRAMS_PER_MULTIPROCESSOR
     given = layer_arguments(kv, heads, qkv)
     wide = given["S"].d
+    many, block = max(16, few), 64 if wide <= 128 else 32
     of_rows = {"n_rows": (1,), "row_slot": (n_slots,), "position": (n_slots,), "pages": paged}
     given |= {
         "qkv": checked("qkv", qkv, dtype=torch.float32, shape=(n_slots, heads.n_columns), device=device),
@@ -125,8 +127,8 @@ def bind_attend(
             slots=triton.next_power_of_2(n_slots),
             group=heads.group,
             few=few,
-            many=max(16, few),
-            block=64 if wide <= 128 else 32,
+            many=many,
+            block=block,
             least=SPLIT,
             most=MAX_SPLITS,
             merge=max(1, min(16, _MERGED // (few * wide))),
@@ -134,7 +136,12 @@ def bind_attend(
             capped=heads.softcap is not None,
         ),
     }
-    return TritonLaunch.of(attend_kernel, (programs,), given, num_warps=4, num_stages=stages or stages_for(heads, kv))
+    if stages is None:
+        item_bytes = kv.keys.element_size()
+        # Beside blocks of K and V: queries, weights of V, and a little.
+        beside = many * (wide + block) * max(item_bytes, 2) + 256
+        stages = stages_that_fit(chip, stages_for(heads, kv), 2 * block * wide * item_bytes, beside)
+    return TritonLaunch.of(attend_kernel, (programs,), given, num_warps=4, num_stages=stages)
 
 
 def placed(rows: Any, shapes: Mapping[str, tuple[int | None, ...]], device: torch.device) -> Any:
@@ -153,8 +160,6 @@ def rope_sets(heads: Heads, n: int) -> dict[str, tuple[int]]:
 
 def stages_for(heads: Heads, kv: PagedKV) -> int:
     """How many blocks of K and V are under way at once: as many as leave room for two programs on a processor."""
-    if torch.version.hip:
-        return 1  # too little shared memory for more
     return 3 if heads.head_width * kv.keys.element_size() <= 128 else 2
 
 
@@ -187,7 +192,7 @@ def layer_arguments(kv: PagedKV, heads: Heads, stand_in: Tensor) -> dict[str, An
             heads=heads.n_heads,
             kv_heads=heads.n_kv_heads,
             width=width,
-            d=max(16, triton.next_power_of_2(width)),
+            d=padded_width(width),
             n_rotary=0 if heads.frequencies is None else 2 * heads.frequencies.shape[1],
             n_rope_sets=1 if heads.frequencies is None else heads.frequencies.shape[0],
             neighbours=heads.pairing == "neighbours",

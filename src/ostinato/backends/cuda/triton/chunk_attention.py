@@ -9,9 +9,9 @@ the device, and rows from n on are neither read nor written. Products are in the
 sums are float32. Bound by the products where the past is long.
 
 A tile is up to 64 rows of one sequence. A program takes one, and another one behind it where many short sequences make
-more tiles than there are programs. Key blocks of 64 begin at position 0 whatever the chunk, and a block that a row may
-not see changes no bit of it: its weights are exact zeros and its scale is one. So a row's bits depend on its position
-and contents, not on where the prompt was cut, on M or on the other rows.
+more tiles than there are programs. Key blocks, of 64 where they fit the chip, begin at position 0 whatever the chunk,
+and a block that a row may not see changes no bit of it: its weights are exact zeros and its scale is one. So a row's
+bits depend on its position and contents, not on where the prompt was cut, on M or on the other rows.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ostinato.backends.cuda.chip import chunk_block, chunk_bytes, padded_width
 from ostinato.backends.cuda.launch import FLOATS, TritonLaunch, checked
 from ostinato.backends.cuda.triton.attend import (
     cells_at,
@@ -39,10 +40,10 @@ from ostinato.backends.cuda.triton.attend import (
     stages_for,
     store_cells,
 )
+from ostinato.backends.machine import TUNED, Chip
 from ostinato.backends.torch.ops.attend import Heads, PagedKV
 from ostinato.backends.torch.ops.chunk_attention import TILE_ROWS, Chunk
 
-_BLOCK: Final = 64  # key positions of a step
 _APPENDED: Final = 16  # rows that a program appends
 _PROGRAMS: Final = 2  # for each tile that the rows of one sequence have
 
@@ -61,21 +62,27 @@ def bind_append_chunk(qkv: Tensor, q: Tensor, kv: PagedKV, chunk: Chunk, heads: 
     return TritonLaunch.of(append_chunk_kernel, grid, given, num_warps=4)
 
 
-def bind_chunk_attention(q: Tensor, attended: Tensor, kv: PagedKV, chunk: Chunk, heads: Heads) -> TritonLaunch:
+def bind_chunk_attention(
+    q: Tensor, attended: Tensor, kv: PagedKV, chunk: Chunk, heads: Heads, chip: Chip = TUNED
+) -> TritonLaunch:
     """Check everything once and return the launch that attends."""
     m, device, width = q.shape[0], q.device, heads.head_width
+    exact, wide = kv.keys.dtype == torch.float32, padded_width(width)
+    item_bytes = 4 if exact else 2  # of products: blocks of eight bits are multiplied as bfloat16
+    block = chunk_block(chip, wide, item_bytes)
     given = {
         "q": checked("q", q, dtype=FLOATS, shape=(m, heads.n_heads, width), device=device),
         "attended": checked("attended", attended, dtype=q.dtype, shape=(m, heads.n_heads * width), device=device),
         "chunk": _placed(chunk, m, device, heads),
         **layer_arguments(kv, heads, q),
-        **{"ROWS": TILE_ROWS, "BLOCK": _BLOCK, "WINDOW": heads.window or 0, "CAPPED": heads.softcap is not None},
+        **{"ROWS": TILE_ROWS, "BLOCK": block, "WINDOW": heads.window or 0, "CAPPED": heads.softcap is not None},
     }
     grid = (_PROGRAMS * triton.cdiv(m, TILE_ROWS), heads.n_heads)
-    exact = kv.keys.dtype == torch.float32
     warps = 8 if exact or width > 128 else 4
     # Float32 blocks of wide heads fill the shared memory by themselves.
     stages = 1 if exact and width > 64 else stages_for(heads, kv)
+    while stages > 1 and chunk_bytes(wide, item_bytes, block, stages) > chip.shared_bytes:
+        stages -= 1
     return TritonLaunch.of(chunk_attention_kernel, grid, given, num_warps=warps, num_stages=stages)
 
 

@@ -9,7 +9,7 @@ chosen experts once for each row.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 import triton
@@ -35,12 +35,15 @@ from ostinato.backends.cuda.triton.matmul import (
     put,
     weight_arguments,
 )
-from ostinato.backends.cuda.triton.tiles import Tile, tile_for
+from ostinato.backends.cuda.triton.tiles import Tile, fitted, tile_for
+from ostinato.backends.machine import TUNED, Chip
 from ostinato.backends.torch.ops.matmul import InputNorm, PreparedInput
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import InternalError
 from ostinato.models.shape import Activation
+
+ROWS: Final = 8  # of a tile, in which one row stands alone
 
 
 @triton.jit
@@ -176,6 +179,7 @@ def bind_experts_gate_up(
     norm: InputNorm | None = None,
     activation: Activation,
     tile: Tile | None = None,
+    chip: Chip = TUNED,
 ) -> TritonLaunch | Launches:
     """Gate, up and activation of each row's experts, as one call; what it computes is `experts_gate_up_torch`.
 
@@ -189,12 +193,12 @@ def bind_experts_gate_up(
         n_outputs, k = shape_of(part)
         if n_outputs % (2 * n if epilogue == "gated" else n):
             raise InternalError(f"{n_outputs} rows of experts are not whole {epilogue} matrices of {n} outputs")
-        cut = _alone(tile_for(part, epilogue) if tile is None else tile)
+        cut = _alone(fitted(tile_for(part, epilogue), part, epilogue, x, ROWS, chip) if tile is None else tile)
         given = shared | {
             "x_ptr": checked("x", x, dtype=EITHER, shape=(1, k), device=device),
             **norm_arguments(norm, n_slots, k, device),
             **weight_arguments(part, device),
-            **cut_arguments(part, cut, device),
+            **cut_arguments(part, cut, device, chip),
             **{"out_ptr": out, "N": n, "K": k, "EPILOGUE": EPILOGUES[epilogue]},
         }
         grid = (n_slots * n_used, triton.cdiv(n, cut.block_n))
@@ -220,17 +224,18 @@ def bind_experts_down(
     stats: Tensor | None = None,
     prepared: PreparedInput | None = None,
     tile: Tile | None = None,
+    chip: Chip = TUNED,
 ) -> TritonLaunch:
     """The weighted sum over each row's experts, as one call; what it computes is `experts_down_torch`."""
     device, (n_slots, n_used, k), n = x.device, x.shape, out.shape[1]
     n_outputs, columns = shape_of(weight)
     if n_outputs % n:
         raise InternalError(f"{n_outputs} rows of experts are not whole matrices of {n}")
-    cut = _alone(tile_for(weight) if tile is None else tile)
+    cut = _alone(fitted(tile_for(weight), weight, "store", x, ROWS, chip) if tile is None else tile)
     given = _chosen(experts, weights, n_rows, n_slots, n_used, device) | {
         "x_ptr": checked("x", x, dtype=EITHER, shape=(1, n_used, columns), device=device),
         **weight_arguments(weight, device),
-        **cut_arguments(weight, cut, device),
+        **cut_arguments(weight, cut, device, chip),
         **out_arguments(out, stats, prepared, n_slots, n, device),
         **{"N": n, "K": k, "EPILOGUE": EPILOGUES[epilogue]},
     }
@@ -245,7 +250,7 @@ def _chosen(
     if shares is not None:
         checked("weights", shares, dtype=torch.float32, shape=(n_slots, n_used), device=device)
     checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device)
-    return {"expert_ptr": experts, "n_rows_ptr": n_rows, "share_ptr": shares, "N_USED": n_used, "ROWS": 8}
+    return {"expert_ptr": experts, "n_rows_ptr": n_rows, "share_ptr": shares, "N_USED": n_used, "ROWS": ROWS}
 
 
 def _alone(tile: Tile) -> Tile:

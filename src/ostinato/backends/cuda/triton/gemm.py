@@ -11,7 +11,7 @@ an output is never shared between programs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ostinato.backends.cuda.chip import stages_that_fit
 from ostinato.backends.cuda.launch import EITHER, Launches, TritonLaunch, checked
-from ostinato.backends.cuda.packed import for_a_gpu
+from ostinato.backends.cuda.packed import Packed, for_a_gpu
 from ostinato.backends.cuda.triton.matmul import scale_arguments, weight_arguments
 from ostinato.backends.cuda.triton.unpack import (
     DENSE,
@@ -38,6 +39,7 @@ from ostinato.backends.cuda.triton.unpack import (
     signed_byte_of,
     words_at,
 )
+from ostinato.backends.machine import TUNED, Chip
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack, shape_of
 
@@ -178,6 +180,12 @@ def gemm_kernel(
         tl.store(to, acc, mask=mask)
 
 
+def fitted(cut: GemmTile, weight: Tensor | Packed, x: Tensor, chip: Chip) -> GemmTile:
+    """The same tile with as many stages as a block's shared memory has room for, those of the table at most."""
+    n_bytes = cut.block_k * (cut.block_m * x.element_size() + cut.block_n * weight.dtype.itemsize)
+    return replace(cut, num_stages=stages_that_fit(chip, cut.num_stages, n_bytes))
+
+
 def bind_gemm(
     x: Tensor,
     weight: Weight,
@@ -186,6 +194,7 @@ def bind_gemm(
     bias: Tensor | None = None,
     scale: Tensor | float | None = None,
     tile: GemmTile | None = None,
+    chip: Chip = TUNED,
 ) -> TritonLaunch | Launches:
     """The product as one call without arguments; arguments stay where they are. A `Stack` is a launch for each part."""
     parts, device, m_rows = weight.parts if isinstance(weight, Stack) else (weight,), x.device, len(x)
@@ -196,9 +205,9 @@ def bind_gemm(
         start, mine = own.stop, out if len(parts) == 1 else out[:, own]
         if isinstance(part, Tensor):
             kind = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[part.dtype]
-            plain = INTERPRETED.value or torch.version.hip is not None
+            plain = INTERPRETED.value or not chip.has_ptx
             precision = {"bf16": "ieee", "f16": "tf32", "f32": "ieee" if plain else "tf32x3"}[kind]
-        cut = GEMM_TILES[kind] if tile is None else tile
+        cut = fitted(GEMM_TILES[kind], part, x, chip) if tile is None else tile
         own_bias, own_scale = None if bias is None else bias[own], scale[own] if isinstance(scale, Tensor) else scale
         given = {
             "x_ptr": checked("x", x, dtype=EITHER, shape=(1, k), device=device),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ostinato.backends.cuda.launch import EITHER, FLOATS, Launches, TritonLaunch, checked
 from ostinato.backends.cuda.packed import PLANES, Packed, entries_of, for_a_gpu
-from ostinato.backends.cuda.triton.tiles import Tile, step_columns, tile_for
+from ostinato.backends.cuda.triton.tiles import ROWS, Tile, fitted, step_columns, tile_for
 from ostinato.backends.cuda.triton.unpack import (
     DENSE,
     INTERPRETED,
@@ -36,13 +36,12 @@ from ostinato.backends.cuda.triton.unpack import (
     q6_unit,
     scaled_unit,
 )
+from ostinato.backends.machine import TUNED, Chip
 from ostinato.backends.torch.ops.matmul import Epilogue, InputNorm, PreparedInput, n_stats
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import InternalError
 from ostinato.models.shape import Activation
-
-ROWS: Final = 16  # of a tile: what one tensor-core instruction takes at once
 
 STORE, ADD, GATED, ACT, MULTIPLY = (tl.constexpr(i) for i in range(5))
 EPILOGUES: Final = {name: i for i, name in enumerate(("store", "add", "gated", "act", "multiply"))}
@@ -448,11 +447,12 @@ def bind_matmul(
     stats: Tensor | None = None,
     prepared: PreparedInput | None = None,
     tile: Tile | None = None,
+    chip: Chip = TUNED,
 ) -> TritonLaunch | Launches:
     """The product as one call without arguments; what it computes is `matmul_torch`. Every argument stays where it is.
 
     A `Stack` is one launch for each part; "gated" over a stack (gate, up), or of Q6_K, is two, the second multiplied
-    into what the first wrote. Not given a tile, the one of the weight's type and shape is taken.
+    into what the first wrote. Not given a tile, the one of the weight's type and shape is taken, as it fits the chip.
     """
     device, n_slots, k = x.device, len(x), shape_of(weight)[1]
     checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device)
@@ -469,13 +469,13 @@ def bind_matmul(
         start, packed = own.stop, isinstance(part, Packed)
         mine, n = out if whole else out[:, own], n_outputs // 2 if how == "gated" else n_outputs
         own_bias, own_scale = None if bias is None else bias[own], scale[own] if isinstance(scale, Tensor) else scale
-        cut = tile_for(part, how) if tile is None else tile
+        cut = fitted(tile_for(part, how), part, how, x, ROWS, chip) if tile is None else tile
         grid = (triton.cdiv(n_slots, ROWS), triton.cdiv(n, cut.block_n), cut.split_k)
         given = {
             "x_ptr": checked("x", x, dtype=EITHER, shape=(1, k), device=device),
             **norm_arguments(norm, n_slots, k, device),
             **weight_arguments(part, device),
-            **cut_arguments(part, cut, device),
+            **cut_arguments(part, cut, device, chip),
             **scale_arguments(own_bias, own_scale, n_outputs, device),
             **out_arguments(mine, stats if last else None, prepared if last else None, n_slots, n, device),
             **{"n_rows_ptr": n_rows, "softcap": softcap, "partial_ptr": None, "counter_ptr": None},
@@ -571,11 +571,11 @@ def weight_arguments(weight: Tensor | Packed, device: torch.device) -> dict[str,
     return given | {"TYPE": WEIGHT_TYPES[weight.type], "W": weight.unit_bytes, "RUN": weight.run, "NARROW": True}
 
 
-def cut_arguments(weight: Tensor | Packed, cut: Tile, device: torch.device) -> dict[str, Any]:
+def cut_arguments(weight: Tensor | Packed, cut: Tile, device: torch.device, chip: Chip) -> dict[str, Any]:
     """How the product of a step with a weight is cut, and how its parts are multiplied."""
     pairs, precision, asm = None, "ieee", False
     if isinstance(weight, Packed):
-        asm = torch.version.hip is None and not INTERPRETED.value
+        asm = chip.has_ptx and not INTERPRETED.value
         if weight.plane("high") is not None:  # what `nibble_dots` needs for weights of more than four bits
             pairs = torch.arange(32, dtype=torch.int32, device=device) // 4 * 2
     elif weight.dtype == torch.float16:

@@ -1,22 +1,31 @@
 """How the products of a step are cut into programs: by the weight's type and shape, never by the number of rows.
 
-The cut decides the order in which sums are added and so the bits; the table is tuned by measurement.
+The cut decides the order in which sums are added and so the bits; the table is tuned by measurement, on the chip that
+`machine.TUNED` is. Where a block has less shared memory, fewer iterations are in flight and the cut stays (`fitted`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from types import MappingProxyType
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from ostinato.backends.cuda.chip import stages_that_fit
 from ostinato.backends.cuda.packed import Packed
+from ostinato.backends.cuda.packed_types import stays_packed
 from ostinato.backends.cuda.triton.unpack import INTERPRETED
+from ostinato.backends.machine import Chip
 from ostinato.backends.torch.ops.matmul import Epilogue
 from ostinato.backends.weights import shape_of
+from ostinato.files.checkpoint import TensorInfo
+from ostinato.files.quants import BLOCKS
+
+ROWS: Final = 16  # of a tile: what one tensor-core instruction takes at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +127,36 @@ def step_columns(weight: Tensor | Packed, cut: Tile) -> int:
     n_units = weight.cols // unit // cut.slices
     wanted = max(min(cut.block_k // cut.slices, most) // unit, 1)
     return unit * cut.slices * max(d for d in range(1, wanted + 1) if n_units % d == 0)
+
+
+# Bytes of scales of 256 columns that Q6_K reads beyond the file's: two units share a word, and each reads it.
+_READ_TWICE: Final = {"Q6_K": 18}
+
+
+def iteration_bytes(weight: Tensor | Packed, cut: Tile, epilogue: Epilogue, x: Tensor, rows: int) -> int:
+    """Bytes of weights and inputs that an iteration of a product's loop multiplies, at most: x has `rows` in a tile."""
+    columns, outputs = step_columns(weight, cut), cut.block_n * (2 if epilogue == "gated" else 1)
+    if isinstance(weight, Packed):
+        block, more = BLOCKS[weight.type], _READ_TWICE.get(weight.type, 0)
+        row_bytes = -(-columns * (block.n_bytes * (256 // block.elements) + more) // 256)
+    else:
+        row_bytes = columns * weight.element_size()
+    return outputs * row_bytes + rows * columns * x.element_size()
+
+
+def fitted(cut: Tile, weight: Tensor | Packed, epilogue: Epilogue, x: Tensor, rows: int, chip: Chip) -> Tile:
+    """The same cut with as many stages as a block's shared memory has room for, those of the table at most."""
+    room = stages_that_fit(chip, cut.num_stages, iteration_bytes(weight, cut, epilogue, x, rows))
+    return cut if room == cut.num_stages else replace(cut, num_stages=room)
+
+
+def least_bytes(tensor: TensorInfo) -> int:
+    """Shared memory that the product of a step with a matrix of a file needs, with the fewest stages."""
+    rows, cols = prod(tensor.shape[:-1]), tensor.shape[-1]
+    meta, dtypes = torch.device("meta"), {"F32": torch.float32, "F16": torch.float16}
+    weight: Tensor | Packed
+    if stays_packed(tensor.type, (rows, cols)):
+        weight = Packed(tensor.type, rows, cols, ())
+    else:
+        weight = torch.empty((rows, cols), dtype=dtypes.get(tensor.type, torch.bfloat16), device=meta)
+    return iteration_bytes(weight, tile_for(weight), "store", torch.empty(0, device=meta), ROWS)
