@@ -1,6 +1,7 @@
 """Is the decode loop right, fast and sturdy on a GPU? For machines with one; CI has none.
 
-    python -m bench.gpu_check --part exact|speed|stress|tape [--only NAME] [--model FILE] [--seconds 580] [--out FOLDER]
+    python -m bench.gpu_check --part exact|speed|stress|tape [--only NAME] [--as sm_89] [--model FILE] [--seconds 580]
+                              [--out FOLDER]
 
 `exact`: the modes give the same bits, in every family and weight type, and 1,000 random trials show that a request's
 bits do not depend on its neighbours. `speed`: decode, prefill, first token and graph memory beside their bars.
@@ -9,6 +10,8 @@ check for `loop` and one for `persistent` each (`--only calls-persistent`).
 `tape`: exactness and speed of the persistent kernel (`bench/gpu_tape.py`), and prompts that read its tape
 (`bench/gpu_prompts.py`). Where there is a model's file, its weights are taken for what random ones tell little of;
 without it a shape's are, or the check is skipped.
+`--as sm_89` runs a part as if the GPU were a smaller one (OSTINATO_CHIP): tiles fit its memory, and kernels are made
+for its instructions and assembled for the GPU that is there.
 Checks of single lessons (E, docs/rules.md) are in the part nearest to them (`bench/gpu_executor.py`).
 Each check prints a line as it ends, PASS, FAIL, MISS (a figure under its bar) or SKIP with the reason; then a note as
 one line of JSON, and the summary. Ends with 1 where something FAILed. `--device cpu` runs the same code over tiny
@@ -34,6 +37,7 @@ from typing import Any, Final
 from bench.gpu_frame import ROOT, Check, Outcome, Setting, run_checks, serve_child
 from bench.note import as_json, commit, cpu_name, versions
 
+CHIPS: Final = ("sm_80", "sm_86", "sm_87", "sm_89")  # whose code and memory a Hopper has
 PARTS: Final = ("exact", "speed", "stress", "tape")
 SECONDS: Final = 580.0
 QUESTIONS: Final = {
@@ -51,6 +55,10 @@ def main() -> None:
         serve_child(_works(), sys.argv[2])
         return
     asked = _asked()
+    if asked.chip is not None:
+        from ostinato.backends.machine import PRETENDED
+
+        os.environ[PRETENDED] = asked.chip  # which the children inherit
     checks = _chosen(_checks(), asked.part, asked.only)
     setting = Setting(
         device=asked.device,
@@ -67,7 +75,8 @@ def main() -> None:
     text = _note(asked, outcomes, seconds)
     if asked.out is not None:
         asked.out.mkdir(parents=True, exist_ok=True)
-        (asked.out / f"gpu_check-{asked.part}.json").write_text(text + "\n")
+        as_if = "" if asked.chip is None else f"-as-{asked.chip}"
+        (asked.out / f"gpu_check-{asked.part}{as_if}.json").write_text(text + "\n")
     print(text)
     _summary(asked.part, outcomes, seconds)
     sys.exit(1 if any(outcome.verdict == "FAIL" for outcome in outcomes) else 0)
@@ -77,6 +86,7 @@ def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, required=True)
     parser.add_argument("--only", metavar="NAME", action="append", help="one check of the part; may be given again")
+    parser.add_argument("--as", dest="chip", choices=CHIPS, help="run as if the GPU were this chip")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", metavar="FILE", help="SmolLM2's file, for `exact` and `tape`")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="no check starts after so many")
@@ -133,6 +143,7 @@ def _chosen(checks: Sequence[Check], part: str, only: Sequence[str] | None) -> l
 
 def _note(asked: argparse.Namespace, outcomes: Sequence[Outcome], seconds: float) -> str:
     words = [f"--part {asked.part}", *(f"--only {name}" for name in asked.only or ())]
+    words += [] if asked.chip is None else [f"--as {asked.chip}"]
     words += ["--device cpu"] if asked.device == "cpu" else []
     words += [] if asked.model is None else [f"--model {Path(asked.model).name}"]
     return as_json(
@@ -142,6 +153,7 @@ def _note(asked: argparse.Namespace, outcomes: Sequence[Outcome], seconds: float
         _gpu_name() if asked.device == "cuda" else cpu_name(),
         commit=commit() if asked.device == "cuda" else "a dry run",
         host=f"{cpu_name()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
+        **({} if asked.chip is None else {"as_if": asked.chip}),
         seconds=round(seconds, 1),
         outcomes=[asdict(outcome) for outcome in outcomes],
     )

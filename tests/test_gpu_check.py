@@ -34,13 +34,15 @@ def ended(work: str, *records: gpu_frame.Record, error: str | None = None, **wor
 
 @pytest.mark.slow
 def test_the_script_runs_a_check_in_a_child_and_ends_with_a_summary() -> None:
-    words = ["-m", "bench.gpu_check", "--device", "cpu", "--part", "exact", "--only", "kv-types"]
+    words = ["-m", "bench.gpu_check", "--device", "cpu", "--part", "exact", "--only", "kv-types", "--as", "sm_89"]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS kv-types" in done.stdout
     assert done.stdout.splitlines()[-1] == "1 PASS, 0 FAIL, 0 MISS, 0 SKIP"
     notes = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [outcome["verdict"] for outcome in notes[0]["outcomes"]] == ["PASS"]
+    assert notes[0]["as_if"] == "sm_89"
+    assert "--as sm_89" in notes[0]["command"]
 
 
 @pytest.mark.slow

@@ -15,13 +15,13 @@ import torch
 import triton
 from torch import Tensor
 
+from bench.compiling import told_of
 from ostinato.backends.cuda.launch import TritonLaunch
 from ostinato.backends.cuda.triton import attend
 from ostinato.backends.cuda.triton.attend import Workspace, attend_workspace, bind_attend
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows, attend_torch
 from ostinato.errors import BadOption, BadPointer
 from ostinato.models.rope import Pairing
-from tests.backends.cuda.triton.compiling import told_of
 
 CPU = torch.device("cpu")
 STORES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "q8_0": torch.int8}

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from bench.compiling import Told, told_of
 from ostinato.backends.machine import TUNED
-from tests.backends.cuda.triton.compiling import Told, told_of
 from tests.counts import soaking
 
 WITH_CASES = ["tests.backends.cuda.triton.test_compile", "tests.backends.tape.test_unpack"]

@@ -1,0 +1,325 @@
+"""What every kernel takes of every chip, compiled without one: the table of docs/cards.md.
+
+    python -m bench.cards [--arch sm_80,gfx942] [--models NAME,...] [--types q4_k_m,...] [--workers 2] [--out FILE]
+    python -m bench.cards --default --fast --arch sm_80,sm_89    # the default model and a 1B, with their types
+
+Kernels of a step, of prompts and of their outputs are bound as plans bind them (`bench/launches.py`), for a model of
+every family, every weight type and every type of KV cache. Of launches that differ in sizes alone, which decide neither
+the memory of a block nor its registers, the largest is compiled. What NVRTC compiles, the step boundary and the
+laboratory, is compiled as well. Each kernel is a line of JSON; ends with 1 where one takes more than the chip has.
+Triton keeps what it has compiled, so that a run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from itertools import chain
+from multiprocessing import get_context
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from bench.compiling import LANES, chip_named, compile_fast, compiled, registers_of, told_of
+from bench.launches import BoundKernel, bound_kernels
+from ostinato.backends.cuda.packed_types import PACKED_TYPES
+from ostinato.backends.machine import REGISTERS
+from ostinato.models.gemma import two_ropes
+from ostinato.models.named_shapes import named_shape
+from ostinato.models.rope import Rope
+from ostinato.models.shape import Shape, alike
+from ostinato.options import KVType
+
+NVIDIA: Final = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+ARCHS: Final = (*NVIDIA, *LANES)
+TYPES: Final = ("f32", "f16", "bf16", *(type.lower() for type in PACKED_TYPES), "q4_k_m")
+KV_TYPES: Final[tuple[KVType, ...]] = ("bf16", "f32", "f16", "q8_0")
+# Constants that decide how much there is to do, not how a program does it.
+SIZES: Final = frozenset(
+    ("N", "K", "FIRST", "OUT_STRIDE", "N_STATS", "K_STATS", "STATS_WIDE", "EARLY", "ACTIVATION", "RUN", "HIDDEN",
+     "BLOCKS", "N_EXPERTS", "N_USED", "WIDE", "heads", "kv_heads", "n_rotary", "slots", "group", "vocab", "n_tokens",
+     "words", "n_blocks", "n_subs")
+)  # fmt: skip
+# Arguments that may be absent, each a line or two of a kernel's end.
+_OPTIONAL: Final = frozenset(
+    ("bias_ptr", "scale_ptr", "scale", "softcap", "prepared_ptr", "prepared_weight_ptr", "stats_ptr")
+)
+
+
+def _shape(family: str, hidden: int, heads: tuple[int, int, int], ff_width: int, vocab: int, **more: Any) -> Shape:
+    n_heads, n_kv_heads, width = heads
+    sizes = {"hidden": hidden, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_width": width, "vocab": vocab}
+    rope = Rope(10_000.0, width, "halves")
+    return alike(family, rope, n_layers=2, ff_width=ff_width, context=4096, norm_eps=1e-6, **{**sizes, **more})
+
+
+def _two_layers(shape: Shape) -> Shape:
+    return replace(shape, n_layers=2, ropes=shape.ropes[:2], windows=shape.windows[:2])
+
+
+_GEMMA: Final = {"activation": "gelu_tanh", "tied_head": True, "embedding_scale": 48.0}
+_GPT2: Final = {"activation": "gelu_tanh", "tied_head": True, "attention_bias": True, "mlp_bias": True}
+# Two layers of a model of every family whose step is made of kernels, large ones first.
+MODELS: Final[Mapping[str, Shape]] = MappingProxyType(
+    {
+        "llama-8b": _two_layers(named_shape("llama-8b")),
+        "llama-1b": _two_layers(named_shape("llama-1b")),
+        "smollm2-135m": _two_layers(named_shape("smollm2-135m")),
+        "mixtral-8x7b": _two_layers(named_shape("mixtral-8x7b")),
+        "qwen3-30b-a3b": _two_layers(named_shape("qwen3-30b-a3b")),
+        "qwen2-7b": _shape("qwen2", 3584, (28, 4, 128), 18_944, 152_064, attention_bias=True),
+        "qwen2-0.5b": _shape("qwen2", 896, (14, 2, 64), 4864, 151_936, attention_bias=True, tied_head=True),
+        "qwen3-0.6b": _shape("qwen3", 1024, (16, 8, 128), 3072, 151_936, tied_head=True),
+        "phi3-mini": _shape("phi3", 3072, (32, 32, 96), 8192, 32_064),
+        "gpt2": replace(_shape("gpt2", 768, (12, 12, 64), 3072, 50_257, **_GPT2), ropes=(None, None)),
+        "gemma2-2b": replace(
+            _shape("gemma2", 2304, (8, 4, 256), 9216, 256_000, **_GEMMA),
+            windows=(4096, None),
+            attention_softcap=50.0,
+            logit_softcap=30.0,
+        ),
+        "gemma3-1b": two_ropes(
+            replace(_shape("gemma3", 1152, (4, 1, 256), 6912, 262_144, **_GEMMA), windows=(512, None)),
+            Rope(1_000_000.0, 256, "halves"),
+            10_000.0,
+        ),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A kernel on a chip: what it takes of it, or why it could not be compiled."""
+
+    kernel: str
+    variant: str  # the type of weights, or of keys and values with the width of heads
+    arch: str
+    warps: int
+    stages: int | None  # None where no loop has any
+    shared_bytes: int = 0
+    registers: int = 0
+    spilled_bytes: int = 0
+    error: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def problem(self) -> str | None:
+        """What does not fit, with both numbers; None where all does."""
+        limit, threads = chip_named(self.arch).shared_bytes, self.warps * LANES.get(self.arch, 32)
+        if self.error is not None:
+            return f"does not compile: {self.error}"
+        if self.shared_bytes > limit:
+            return f"needs {self.shared_bytes} bytes of shared memory, and a block of {self.arch} has {limit}"
+        if self.arch not in LANES and self.registers * threads > REGISTERS:
+            return f"needs {self.registers * threads} registers, and a block of {self.arch} has {REGISTERS}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, the type of its weights, and of its keys and values."""
+
+    model: str
+    type: str
+    kv_type: KVType = "bf16"
+
+
+# The default model, and a 1B in the types that it is mostly had in.
+DEFAULT: Final = (Case("smollm2-135m", "q4_1"), *(Case("llama-1b", type) for type in ("q4_k_m", "q8_0", "bf16")))
+
+
+def product_of(models: Sequence[str], types: Sequence[str]) -> list[Case]:
+    """Every model with weights of every type, and with every type of keys and values."""
+    kept = [Case(model, types[0], kv_type) for model in models for kv_type in KV_TYPES]
+    return [*kept, *(Case(model, type) for model in models for type in types)]
+
+
+def kernels_for(arch: str, cases: Iterable[Case]) -> dict[object, BoundKernel]:
+    """Distinct launches of these models, by what decides their code."""
+    chip, found = chip_named(arch), dict[object, BoundKernel]()
+    for case in cases:
+        for bound in bound_kernels(MODELS[case.model], case.type, case.kv_type, chip):
+            key = _code_of(bound)
+            if key not in found or _size_of(bound) > _size_of(found[key]):
+                found[key] = bound
+    return found
+
+
+def _code_of(bound: BoundKernel) -> tuple[object, ...]:
+    """What decides a kernel's code, as far as it decides what the code takes of a chip."""
+    told = told_of(bound.launch)
+    signature = {name: str(type) for name, type in told.signature.items() if name not in _OPTIONAL}
+    return bound.name, str(signature), str(_without_sizes(bound.launch.constants))
+
+
+def _without_sizes(constants: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {name: _plain(value) for name, value in constants.items()}
+    return {
+        name: _without_sizes(value) if isinstance(value, dict) else value
+        for name, value in plain.items()
+        if name not in SIZES
+    }
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _size_of(bound: BoundKernel) -> int:
+    constants = bound.launch.constants
+    return int(constants.get("K", 0)) + int(constants.get("STATS_WIDE", 0))
+
+
+def _variant(bound: BoundKernel) -> str:
+    """As docs/cards.md names it."""
+    constants = bound.launch.constants
+    names = [name for name in bound.launch.kernel.arg_names if not name.isupper()]
+    given = dict(zip(names, bound.launch.args, strict=True))
+    if "kv" in given:
+        name = str(given["kv"].key.dtype).removeprefix("torch.")
+        return f"{ {'int8': 'q8_0'}.get(name, name) }, heads of {constants['S'].width}"
+    if "TYPE" in constants:
+        packed = {number: type for type, number in _weight_types().items()}
+        return packed.get(constants["TYPE"], str(given["w_ptr"].dtype).removeprefix("torch."))
+    return ""
+
+
+def _weight_types() -> Mapping[str, int]:
+    from ostinato.backends.cuda.triton.unpack import WEIGHT_TYPES
+
+    return WEIGHT_TYPES
+
+
+# Compiling
+
+
+_work: list[BoundKernel] = []  # which the workers inherit: launches cannot be sent to them
+
+
+def compile_one(place: tuple[int, str]) -> Row:
+    number, arch = place
+    bound = _work[number]
+    options, started = bound.launch.constants, time.monotonic()
+    made = Row(bound.name, _variant(bound), arch, options.get("num_warps", 4), options.get("num_stages"))
+    try:
+        taken = compiled(bound.launch, arch)
+    except Exception as error:  # whatever a compiler raises: it is told with the kernel's name
+        return replace(made, error=str(error).strip().splitlines()[-1][:300])
+    return replace(made, **taken._asdict(), seconds=round(time.monotonic() - started, 2))
+
+
+def sweep(arch: str, kernels: Iterable[BoundKernel], workers: int) -> Iterator[Row]:
+    """These kernels, compiled for a chip, in no particular order."""
+    _work[:] = kernels
+    places = [(number, arch) for number in range(len(_work))]
+    with get_context("fork").Pool(workers) as pool:
+        yield from pool.imap_unordered(compile_one, places)
+
+
+def by_nvrtc(arch: str) -> Iterator[Row]:
+    """The step boundary, its marks, and the laboratory's kernels."""
+    from ostinato.backends.cuda.start import source as cuda_source
+    from ostinato.build import cubin
+    from ostinato.lab import programs
+    from ostinato.loop.layout import Layout
+    from ostinato.loop.step_boundary import native_headers
+
+    layout = Layout(n_slots=32, max_pages=512, vocab=128_256)
+    sources = {
+        "step_boundary.cu": (cuda_source, native_headers(layout, page_tokens=64), ("step_boundary", "boundary_loop")),
+        "stamp.cu": (cuda_source, {}, ("stamp",)),
+        "kernels.h": (programs.source, {}, ("short_axpy", "short_tail", "hold", "persistent")),
+        "while_condition.h": (programs.source, {}, ("count_down",)),
+    }
+    for name, (source, headers, kernels) in sources.items():
+        binary = cubin(source(name), name, arch=arch, headers=headers)
+        for kernel in kernels:
+            yield Row(kernel, "NVRTC", arch, 1, None, 0, *registers_of(binary, kernel))
+
+
+# docs/cards.md
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The most that a kernel takes on each chip, over its launches, as Markdown."""
+    archs = [arch for arch in ARCHS if any(row.arch == arch for row in rows)]
+    most: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        of_kernel = most.setdefault((row.kernel, row.variant), {})
+        have = of_kernel.get(row.arch, row)
+        of_kernel[row.arch] = replace(
+            row,
+            shared_bytes=max(row.shared_bytes, have.shared_bytes),
+            registers=max(row.registers, have.registers),
+            spilled_bytes=max(row.spilled_bytes, have.spilled_bytes),
+        )
+    head = ["kernel", "of", *archs]
+    lines = [f"| {' | '.join(head)} |", f"| {' | '.join(['---', '---', *['---:'] * len(archs)])} |"]
+    for (kernel, variant), found in sorted(most.items()):
+        cells = [_cell(found.get(arch)) for arch in archs]
+        lines.append(f"| {' | '.join([kernel, variant, *cells])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    spilled = f" +{row.spilled_bytes}" if row.spilled_bytes else ""
+    return f"{row.shared_bytes:,} / {row.registers}{spilled}"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    asked = _asked(words)
+    if asked.fast:
+        compile_fast()
+    cases = DEFAULT if asked.default else product_of(asked.models, asked.types)
+    rows: list[Row] = []
+    done: set[object] = set()  # with --default: what was compiled for another chip of the list is not compiled again
+    for arch in asked.arch:
+        kernels = {key: bound for key, bound in kernels_for(arch, cases).items() if key not in done}
+        done |= set(kernels) if asked.default else set()
+        plain = by_nvrtc(arch) if arch in NVIDIA and not asked.default else ()
+        for row in chain(sweep(arch, kernels.values(), asked.workers), plain):
+            rows.append(row)
+            print(json.dumps(asdict(row) | {"problem": row.problem}), flush=True)
+    if asked.out is not None:
+        page = asked.out.read_text("utf-8")
+        before, mark, _ = page.partition(MARK)
+        asked.out.write_text(f"{before}{mark}\n\n{table(rows)}", "utf-8")
+    bad = [f"{row.kernel} {row.variant} for {row.arch} {row.problem}" for row in rows if row.problem is not None]
+    print("\n".join(bad) or f"{len(rows)} kernels fit", file=sys.stderr)
+    return 1 if bad else 0
+
+
+MARK: Final = "<!-- generated by python -m bench.cards -->"
+
+
+def _asked(words: Sequence[str] | None) -> argparse.Namespace:
+    def listed(known: Sequence[str]) -> Any:
+        def parse(text: str) -> list[str]:
+            names = text.split(",")
+            if unknown := [name for name in names if name not in known]:
+                raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
+            return names
+
+        return parse
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=listed(ARCHS), default=list(ARCHS))
+    parser.add_argument("--models", type=listed(tuple(MODELS)), default=list(MODELS))
+    parser.add_argument("--types", type=listed(TYPES), default=list(TYPES))
+    parser.add_argument(
+        "--default", action="store_true", help="the default model's plans and a 1B's alone, each kernel once"
+    )
+    parser.add_argument("--fast", action="store_true", help="without the pass that takes longest; see bench/compiling")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="the page whose table is written anew")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

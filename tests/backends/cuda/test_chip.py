@@ -1,0 +1,126 @@
+"""What follows from a chip's limits: stages, and the cut of the prompt's attention; nothing else changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from ostinato.backends.cuda.chip import LEAST_SHARED_BYTES, chunk_block, chunk_bytes, other_cut, stages_that_fit
+from ostinato.backends.cuda.packed import Packed
+from ostinato.backends.cuda.packed_types import PACKED_TYPES
+from ostinato.backends.cuda.triton import experts
+from ostinato.backends.cuda.triton.gemm import GEMM_TILES
+from ostinato.backends.cuda.triton.gemm import fitted as fitted_gemm
+from ostinato.backends.cuda.triton.tiles import ROWS, fitted, iteration_bytes, tile_for
+from ostinato.backends.machine import SHARED_BYTES, TUNED, Chip
+from ostinato.backends.torch.ops.matmul import Epilogue
+from ostinato.models.named_shapes import named_shape
+
+CHIPS = [Chip(capability, 20, shared) for capability, shared in SHARED_BYTES.items()]
+SMALLEST = next(chip for chip in CHIPS if chip.shared_bytes == LEAST_SHARED_BYTES)
+DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Of each class of outputs and columns, and columns that are odd numbers of blocks.
+SHAPES = [(n, k) for n in (576, 6144, 8192, 28_672, 128_256) for k in (256, 576, 2048, 4096, 14_336)]
+
+
+def weight_of(type: str, n: int, k: int) -> torch.Tensor | Packed | None:
+    if type in DENSE:
+        return torch.empty(n, k, dtype=DENSE[type], device="meta")
+    whole = 256 if type.endswith("_K") else 32
+    return Packed(type, n, k, ()) if k % whole == 0 else None
+
+
+def x_of(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("type", [*DENSE, *PACKED_TYPES])
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.arch)
+def test_every_product_fits_every_chip_and_differs_in_stages_alone(type: str, chip: Chip) -> None:
+    """So no chip changes the cut of K, which decides the bits, and no digest names another arithmetic for it."""
+    dtypes = (torch.float32, torch.bfloat16)
+    for (n, k), epilogue, dtype, rows in product(SHAPES, get_args(Epilogue), dtypes, (ROWS, experts.ROWS)):
+        weight, x = weight_of(type, n, k), x_of(dtype)
+        if weight is None:
+            continue
+        tuned = tile_for(weight, epilogue)
+        cut = fitted(tuned, weight, epilogue, x, rows, chip)
+        assert replace(cut, num_stages=tuned.num_stages) == tuned
+        assert 2 <= cut.num_stages <= tuned.num_stages
+        needed = iteration_bytes(weight, cut, epilogue, x, rows)
+        assert (cut.num_stages - 1) * needed <= chip.shared_bytes
+        # No stage is given away.
+        assert cut.num_stages == tuned.num_stages or cut.num_stages * needed > chip.shared_bytes
+
+
+@pytest.mark.parametrize("type", [*DENSE, *PACKED_TYPES])
+def test_where_tiles_were_tuned_they_are_as_in_the_table(type: str) -> None:
+    for (n, k), epilogue in product(SHAPES, get_args(Epilogue)):
+        weight = weight_of(type, n, k)
+        if weight is not None:
+            tuned = tile_for(weight, epilogue)
+            assert fitted(tuned, weight, epilogue, x_of(torch.float32), ROWS, TUNED) is tuned
+
+
+@pytest.mark.parametrize(
+    ("type", "n", "k", "epilogue", "dtype", "n_bytes"),
+    [
+        ("BF16", 16_384, 2048, "gated", torch.bfloat16, 110_592),
+        ("Q8_0", 2048, 2048, "add", torch.float32, 124_416),
+        ("Q4_0", 2048, 8192, "add", torch.float32, 125_952),
+        ("Q5_K", 2048, 8192, "add", torch.float32, 176_128),
+    ],
+)
+def test_what_hopper_has_room_for_has_one_stage_less_on_a_card_of_99_kb(
+    type: str, n: int, k: int, epilogue: Epilogue, dtype: torch.dtype, n_bytes: int
+) -> None:
+    """The bytes are what the compiler asks for, to the byte."""
+    weight, x = weight_of(type, n, k), x_of(dtype)
+    assert weight is not None
+    tuned = tile_for(weight, epilogue)
+    needed = iteration_bytes(weight, tuned, epilogue, x, ROWS)
+    assert (tuned.num_stages - 1) * needed == n_bytes
+    cut = fitted(tuned, weight, epilogue, x, ROWS, SMALLEST)
+    assert cut == replace(tuned, num_stages=tuned.num_stages - 1)
+    assert n_bytes - needed <= SMALLEST.shared_bytes < n_bytes
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.arch)
+def test_prompt_products_differ_in_stages_alone(chip: Chip) -> None:
+    for name, tile in GEMM_TILES.items():
+        weight: Any = weight_of({"packed": "Q4_0"}.get(name, name.upper()), 4096, 4096)
+        cut = fitted_gemm(tile, weight, x_of(torch.float32 if name == "f32" else torch.bfloat16), chip)
+        assert replace(cut, num_stages=tile.num_stages) == tile
+        assert cut.num_stages >= 2
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.arch)
+@pytest.mark.parametrize("width", [16, 32, 64, 128, 256])
+def test_prompt_attention_fits_every_chip(chip: Chip, width: int) -> None:
+    for item_bytes in (2, 4):
+        block = chunk_block(chip, width, item_bytes)
+        assert chunk_bytes(width, item_bytes, block, 1) <= chip.shared_bytes
+        is_whole = block == chunk_block(TUNED, width, item_bytes) == 64
+        assert is_whole == (chunk_bytes(width, item_bytes, 64, 1) <= chip.shared_bytes)
+
+
+def test_only_float32_keys_of_the_widest_heads_are_cut_otherwise_and_that_is_named() -> None:
+    wide = replace(named_shape("llama-1b"), head_width=256)
+    cuts = {(chip.arch, kv): other_cut(wide, kv, chip) for chip in CHIPS for kv in ("f32", "f16", "bf16", "q8_0")}
+    assert {key: cut for key, cut in cuts.items() if cut is not None} == {
+        ("sm_80", "f32"): "prompt attention by 32",
+        ("sm_87", "f32"): "prompt attention by 32",
+        **{(arch, "f32"): "prompt attention by 16" for arch in ("sm_86", "sm_89", "sm_120", "sm_121")},
+    }
+    assert not any(other_cut(named_shape("llama-8b"), "f32", chip) for chip in CHIPS)
+    assert other_cut(wide, "f32", None) is None
+
+
+def test_stages_are_never_more_than_wanted_nor_none() -> None:
+    assert [stages_that_fit(SMALLEST, 4, n_bytes) for n_bytes in (1024, 30_000, 50_000, 60_000, 200_000)] == [
+        4, 4, 3, 2, 1,
+    ]  # fmt: skip
