@@ -56,6 +56,7 @@ bench: $(DEV)  # measures this machine
 
 soak: $(DEV)  # tests with their full counts, in the thousands
 	OSTINATO_SOAK=1 $(BIN)/pytest --numprocesses 2 -m soak
+	$(BIN)/python -m bench.cards --fast --out docs/cards.md
 
 clients: $(DEV)  # real clients in environments of their own against a server, as a table
 	@$(BIN)/python -m tests.clients

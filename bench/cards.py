@@ -24,8 +24,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from bench.compiling import LANES, chip_named, compile_fast, compiled, registers_of, told_of
-from bench.launches import BoundKernel, bound_kernels
+from bench.compiling import LANES, Told, chip_named, compile_fast, compiled, registers_of, told_of
+from bench.launches import bound_kernels
+from ostinato.backends.cuda.launch import TritonLaunch
 from ostinato.backends.cuda.packed_types import PACKED_TYPES
 from ostinato.backends.machine import REGISTERS
 from ostinato.models.gemma import two_ropes
@@ -138,22 +139,36 @@ def product_of(models: Sequence[str], types: Sequence[str]) -> list[Case]:
     return [*kept, *(Case(model, type) for model in models for type in types)]
 
 
-def kernels_for(arch: str, cases: Iterable[Case]) -> dict[object, BoundKernel]:
-    """Distinct launches of these models, by what decides their code."""
-    chip, found = chip_named(arch), dict[object, BoundKernel]()
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What is compiled, without the tensors that it was bound to."""
+
+    name: str
+    variant: str
+    function: Any
+    told: Told
+    size: int
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """What decides the code, as far as it decides what the code takes of a chip."""
+        names, told = self.function.arg_names, self.told
+        signature = {name: str(type) for name, type in told.signature.items() if name not in _OPTIONAL}
+        constants = {names[place[0]]: value for place, value in told.fixed.items() if len(place) == 1}
+        kept = _without_sizes({name: value for name, value in constants.items() if name not in _OPTIONAL})
+        return self.name, str(signature), str(kept), str(told.options)
+
+
+def kernels_for(arch: str, cases: Iterable[Case]) -> dict[object, Kernel]:
+    """Distinct kernels of these models, by their code."""
+    chip, found = chip_named(arch), dict[object, Kernel]()
     for case in cases:
         for bound in bound_kernels(MODELS[case.model], case.type, case.kv_type, chip):
-            key = _code_of(bound)
-            if key not in found or _size_of(bound) > _size_of(found[key]):
-                found[key] = bound
+            launch = bound.launch
+            kernel = Kernel(bound.name, _variant(launch), launch.kernel, told_of(launch), _size_of(launch))
+            if kernel.size > getattr(found.get(kernel.code), "size", -1):
+                found[kernel.code] = kernel
     return found
-
-
-def _code_of(bound: BoundKernel) -> tuple[object, ...]:
-    """What decides a kernel's code, as far as it decides what the code takes of a chip."""
-    told = told_of(bound.launch)
-    signature = {name: str(type) for name, type in told.signature.items() if name not in _OPTIONAL}
-    return bound.name, str(signature), str(_without_sizes(bound.launch.constants))
 
 
 def _without_sizes(constants: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,16 +184,16 @@ def _plain(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
-def _size_of(bound: BoundKernel) -> int:
-    constants = bound.launch.constants
+def _size_of(launch: TritonLaunch) -> int:
+    constants = launch.constants
     return int(constants.get("K", 0)) + int(constants.get("STATS_WIDE", 0))
 
 
-def _variant(bound: BoundKernel) -> str:
+def _variant(launch: TritonLaunch) -> str:
     """As docs/cards.md names it."""
-    constants = bound.launch.constants
-    names = [name for name in bound.launch.kernel.arg_names if not name.isupper()]
-    given = dict(zip(names, bound.launch.args, strict=True))
+    constants = launch.constants
+    names = [name for name in launch.kernel.arg_names if not name.isupper()]
+    given = dict(zip(names, launch.args, strict=True))
     if "kv" in given:
         name = str(given["kv"].key.dtype).removeprefix("torch.")
         return f"{ {'int8': 'q8_0'}.get(name, name) }, heads of {constants['S'].width}"
@@ -197,22 +212,22 @@ def _weight_types() -> Mapping[str, int]:
 # Compiling
 
 
-_work: list[BoundKernel] = []  # which the workers inherit: launches cannot be sent to them
+_work: list[Kernel] = []  # which the workers inherit: kernels cannot be sent to them
 
 
 def compile_one(place: tuple[int, str]) -> Row:
     number, arch = place
-    bound = _work[number]
-    options, started = bound.launch.constants, time.monotonic()
-    made = Row(bound.name, _variant(bound), arch, options.get("num_warps", 4), options.get("num_stages"))
+    kernel = _work[number]
+    options, started = kernel.told.options, time.monotonic()
+    made = Row(kernel.name, kernel.variant, arch, options.get("num_warps", 4), options.get("num_stages"))
     try:
-        taken = compiled(bound.launch, arch)
+        taken = compiled(kernel.function, kernel.told, arch)
     except Exception as error:  # whatever a compiler raises: it is told with the kernel's name
         return replace(made, error=str(error).strip().splitlines()[-1][:300])
     return replace(made, **taken._asdict(), seconds=round(time.monotonic() - started, 2))
 
 
-def sweep(arch: str, kernels: Iterable[BoundKernel], workers: int) -> Iterator[Row]:
+def sweep(arch: str, kernels: Iterable[Kernel], workers: int) -> Iterator[Row]:
     """These kernels, compiled for a chip, in no particular order."""
     _work[:] = kernels
     places = [(number, arch) for number in range(len(_work))]
@@ -280,7 +295,7 @@ def main(words: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     done: set[object] = set()  # with --default: what was compiled for another chip of the list is not compiled again
     for arch in asked.arch:
-        kernels = {key: bound for key, bound in kernels_for(arch, cases).items() if key not in done}
+        kernels = {code: kernel for code, kernel in kernels_for(arch, cases).items() if code not in done}
         done |= set(kernels) if asked.default else set()
         plain = by_nvrtc(arch) if arch in NVIDIA and not asked.default else ()
         for row in chain(sweep(arch, kernels.values(), asked.workers), plain):

@@ -90,15 +90,14 @@ def compile_fast() -> None:
     passes.ttgpuir.add_coalesce_async_copy = lambda manager: None
 
 
-def compiled(launch: Any, arch: str) -> Taken:
-    """A bound launch, compiled for a chip."""
+def compiled(kernel: Any, told: Told, arch: str) -> Taken:
+    """A kernel of a bound launch, compiled for a chip."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    told = told_of(launch)
     target = GPUTarget("hip", arch, LANES[arch]) if arch in LANES else GPUTarget("cuda", int(arch[3:]), 32)
-    source = ASTSource(launch.kernel, told.signature, told.fixed, told.aligned)
+    source = ASTSource(kernel, told.signature, told.fixed, told.aligned)
     made = triton.compile(source, target=target, options=told.options)
     if arch in LANES:
         text = made.asm["amdgcn"]

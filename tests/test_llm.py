@@ -19,6 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato import LLM, Batch, LoadOptions, Sampling
+from ostinato.backends.base import Settled
+from ostinato.engine.choose import choose
 from ostinato.engine.engine import Engine
 from ostinato.errors import BadFile, BadInput, BadOption, HardwareCannot, InvalidBatch, QueueFull, Unsupported
 from tests.models import tiny
@@ -169,6 +171,19 @@ def test_the_digest_is_of_the_model_the_options_that_matter_and_the_tokens(tiny_
     assert answer.digest == tiny_llm.generate("the sea", seeded).digest  # nothing was drawn
     with LLM(tiny.gguf("llama-tied", tiny_files), device="cpu", context=128) as other:
         assert answer.digest != other.generate("the sea", GREEDY).digest
+
+
+def test_the_digest_names_a_chip_that_sums_in_another_order(
+    tiny_llm: LLM, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def otherwise(*args: Any, **words: Any) -> Settled:
+        return dataclasses.replace(choose(*args, **words), other_cut="prompt attention by 16")
+
+    answer = tiny_llm.generate("the sea", GREEDY)
+    monkeypatch.setattr("ostinato.llm.choose", otherwise)
+    with LLM(tiny_gguf, device="cpu", context=128) as other:
+        assert other.generate("the sea", GREEDY).token_ids == answer.token_ids
+        assert other.generate("the sea", GREEDY).digest != answer.digest
 
 
 def test_an_answer_can_be_pickled_copied_and_written_as_json(tiny_llm: LLM) -> None:

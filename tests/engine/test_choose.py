@@ -217,3 +217,13 @@ def test_a_model_in_memory_is_settled_for_the_layout_it_is_in() -> None:
     settled = settle_model(packed, context=64, machine=CARD)
     assert (settled.mode, settled.weights, settled.dtype) == ("persistent", "packed", "bfloat16")
     assert settle_model(packed, context=64, machine=ON_CPU).mode == "eager"  # they are a GPU's
+
+
+def test_a_chip_on_which_a_prompt_is_summed_in_another_order_says_so() -> None:
+    """What the digest names: bits of such an answer are not those of a larger chip."""
+    model = small(shape_of(hidden=512, n_heads=2, n_kv_heads=1, head_width=256))
+    ada = replace(CARD, chip=Chip((8, 9), 128, 99 << 10))
+    assert decided(model, ada, kv_type="f32", mode="loop").other_cut == "prompt attention by 16"
+    assert decided(model, ada, kv_type="bf16", mode="loop").other_cut is None
+    assert decided(model, kv_type="f32", mode="loop").other_cut is None
+    assert decided(model, ON_CPU, kv_type="f32").other_cut is None

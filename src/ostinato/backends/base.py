@@ -197,6 +197,7 @@ class Settled:
     activations: Activations = "wide"  # of the native loop and of the persistent kernel
     prompts: PromptWeights = "plain"  # what they read
     threads: int | None = None  # on the CPU; None on a GPU
+    other_cut: str | None = None  # what this chip sums in another order than larger ones (backends/cuda/chip.py)
     why_not: tuple[str, ...] = ()  # for each mode above this one, its name and why it does not run
     fallback: str | None = None  # the mode that takes its place, once, where it cannot be built (E-57)
     fell_back: str | None = None  # why this one took another's place
