@@ -71,14 +71,17 @@ class GpuMachine:
         Device(device.index or 0).set_current()
         torch.zeros(1, device=device)  # torch's context is the one that everything below lives in
         chip = gpu.chip_of(device)
-        self.n_cores, arch = chip.n_multiprocessors, chip.arch
-        module = ObjectCode.from_cubin(cubin(source("kernels.h"), "kernels.h", arch=arch))
+        self.n_cores = chip.n_multiprocessors
+
+        def loaded(name: str) -> ObjectCode:
+            return ObjectCode.from_cubin(cubin(source(name), name, arch=chip.arch, as_ptx=chip.is_pretended))
+
+        module = loaded("kernels.h")
         self._kernels = {name: module.get_kernel(name) for name in ("short_axpy", "short_tail", "hold", "persistent")}
         self.why_not: dict[str, str] = {}
         reason = CUDA.why_not_here("loop", machine_at(str(device)))
         if reason is None:
-            turning = ObjectCode.from_cubin(cubin(source("while_condition.h"), "while_condition.h", arch=arch))
-            self._kernels["count_down"] = turning.get_kernel("count_down")
+            self._kernels["count_down"] = loaded("while_condition.h").get_kernel("count_down")
         else:
             self.why_not[WHILE] = reason
         self.starts = tuple(start for start in STARTS if start not in self.why_not)

@@ -9,14 +9,21 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from ostinato.backends.cuda.chip import LEAST_SHARED_BYTES, chunk_block, chunk_bytes, other_cut, stages_that_fit
+from ostinato.backends.cuda.chip import (
+    LEAST_SHARED_BYTES,
+    choices,
+    chunk_block,
+    chunk_bytes,
+    other_cut,
+    stages_that_fit,
+)
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.packed_types import PACKED_TYPES
 from ostinato.backends.cuda.triton import experts
 from ostinato.backends.cuda.triton.gemm import GEMM_TILES
 from ostinato.backends.cuda.triton.gemm import fitted as fitted_gemm
 from ostinato.backends.cuda.triton.tiles import ROWS, fitted, iteration_bytes, tile_for
-from ostinato.backends.machine import SHARED_BYTES, TUNED, Chip
+from ostinato.backends.machine import SHARED_BYTES, TUNED, Chip, pretended
 from ostinato.backends.torch.ops.matmul import Epilogue
 from ostinato.models.named_shapes import named_shape
 
@@ -124,3 +131,9 @@ def test_stages_are_never_more_than_wanted_nor_none() -> None:
     assert [stages_that_fit(SMALLEST, 4, n_bytes) for n_bytes in (1024, 30_000, 50_000, 60_000, 200_000)] == [
         4, 4, 3, 2, 1,
     ]  # fmt: skip
+
+
+def test_a_chip_that_is_only_pretended_is_told_first() -> None:
+    told = choices(pretended(TUNED, "sm_89"))[0]
+    assert (told.choice, told.reason) == ("as if it were sm_89", "OSTINATO_CHIP says so; this GPU is sm_90")
+    assert "chip" not in [one.what for one in choices(TUNED)]

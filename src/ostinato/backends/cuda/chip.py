@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ostinato.backends.machine import OLDEST, PROGRAMS_PER_MULTIPROCESSOR, SHARED_BYTES, TUNED
+from ostinato.backends.machine import OLDEST, PRETENDED, PROGRAMS_PER_MULTIPROCESSOR, SHARED_BYTES, TUNED, arch_of
 from ostinato.backends.machine import Chip as Chip
 from ostinato.models.shape import Shape
 from ostinato.options import KVType
@@ -83,7 +83,12 @@ def choices(chip: Chip) -> tuple[KernelChoice, ...]:
     since = f"{TENSOR_CORES_SINCE[0]}.{TENSOR_CORES_SINCE[1]}"
     tuned = f"{TUNED_ON[0]}.{TUNED_ON[1]}"
     fits = chip.shared_bytes >= TUNED.shared_bytes
+    named = ()
+    if chip.device_capability is not None:
+        real = arch_of(chip.device_capability)
+        named = (KernelChoice("chip", f"as if it were {chip.arch}", f"{PRETENDED} says so; this GPU is {real}"),)
     return (
+        *named,
         KernelChoice("step boundary", f"compiled for {chip.arch}", f"the chip's capability is {major}.{minor}"),
         KernelChoice(
             "attention in a step",

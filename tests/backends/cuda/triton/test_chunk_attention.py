@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ostinato.backends.cuda.triton.chunk_attention import bind_append_chunk, bind_chunk_attention
+from ostinato.backends.machine import SHARED_BYTES, TUNED, Chip
 from ostinato.backends.torch.ops.attend import Heads, PagedKV
 from ostinato.backends.torch.ops.chunk_attention import (
     TILE_ROWS,
@@ -91,7 +92,7 @@ def chunk_of_parts(starts: list[int], counts: list[int], pages: Tensor, rows: in
 
 
 def prefilled(
-    qkv: Tensor, cuts: list[int], rows: int, kv: PagedKV, pages: Tensor, heads: Heads
+    qkv: Tensor, cuts: list[int], rows: int, kv: PagedKV, pages: Tensor, heads: Heads, chip: Chip = TUNED
 ) -> tuple[Tensor, PagedKV]:
     """Run a whole prompt in chunks of these lengths, each padded to `rows`, by the kernels."""
     kv = copied(kv)
@@ -104,7 +105,7 @@ def prefilled(
         padded.fill_(math.nan)
         padded[:n] = qkv[start : start + n]
         bind_append_chunk(padded, q.fill_(math.nan), kv, chunk, heads)()
-        bind_chunk_attention(q, seen.fill_(math.nan), kv, chunk, heads)()
+        bind_chunk_attention(q, seen.fill_(math.nan), kv, chunk, heads, chip)()
         assert torch.isnan(q[n:]).all()
         assert torch.isnan(seen[n:]).all()
         out.append(seen[:n].clone())
@@ -219,6 +220,21 @@ def test_a_rows_bits_do_not_depend_on_how_the_prompt_is_cut(store: str, dtype: t
         seen, filled = prefilled(qkv, cuts, rows, kv, pages, heads)
         assert torch.equal(bits(seen), bits(expected))
         assert same_store(filled, expected_kv)
+
+
+@pytest.mark.slow
+def test_the_widest_heads_in_smaller_blocks_are_near_the_larger_and_do_not_depend_on_the_cut() -> None:
+    """On a chip whose blocks have little shared memory."""
+    chip, heads = Chip((8, 9), 128, SHARED_BYTES[8, 9]), heads_of(1, 256)
+    kv, pages = store_of("f32", 256, 2)
+    qkv = torch.randn(70, heads.n_columns, generator=torch.Generator().manual_seed(5))
+    seen, _ = prefilled(qkv, [70], 128, kv, pages, heads, chip)
+    apart, _ = prefilled(qkv, [33, 37], 64, kv, pages, heads, chip)
+    assert torch.equal(bits(apart), bits(seen))
+    larger, _ = prefilled(qkv, [70], 128, kv, pages, heads)
+    assert not torch.equal(bits(larger), bits(seen))  # which is why the digest names it
+    assert (larger - seen).abs().max() <= TOLERANCE["f32"] * larger.abs().max()
+    assert torch.isfinite(seen).all()
 
 
 @pytest.mark.parametrize(
