@@ -22,7 +22,7 @@ from ostinato.backends.cuda.packed_types import PACKED_TYPES
 from ostinato.backends.cuda.triton import experts
 from ostinato.backends.cuda.triton.gemm import GEMM_TILES
 from ostinato.backends.cuda.triton.gemm import fitted as fitted_gemm
-from ostinato.backends.cuda.triton.tiles import ROWS, fitted, iteration_bytes, tile_for
+from ostinato.backends.cuda.triton.tiles import ROWS, Given, fitted, iteration_bytes, tile_for
 from ostinato.backends.machine import SHARED_BYTES, TUNED, Chip, pretended
 from ostinato.backends.torch.ops.matmul import Epilogue
 from ostinato.models.named_shapes import named_shape
@@ -49,19 +49,20 @@ def x_of(dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.arch)
 def test_every_product_fits_every_chip_and_differs_in_stages_alone(type: str, chip: Chip) -> None:
     """So no chip changes the cut of K, which decides the bits, and no digest names another arithmetic for it."""
-    dtypes = (torch.float32, torch.bfloat16)
-    for (n, k), epilogue, dtype, rows in product(SHAPES, get_args(Epilogue), dtypes, (ROWS, experts.ROWS)):
-        weight, x = weight_of(type, n, k), x_of(dtype)
+    inputs = [Given(rows, *each) for rows in (ROWS, experts.ROWS) for each in ((4, 0), (2, 0), (4, 4), (4, 8))]
+    for (n, k), epilogue, given in product(SHAPES, get_args(Epilogue), inputs):
+        weight = weight_of(type, n, k)
         if weight is None:
             continue
         tuned = tile_for(weight, epilogue)
-        cut = fitted(tuned, weight, epilogue, x, rows, chip)
+        cut = fitted(tuned, weight, epilogue, given, chip)
         assert replace(cut, num_stages=tuned.num_stages) == tuned
-        assert 2 <= cut.num_stages <= tuned.num_stages
-        needed = iteration_bytes(weight, cut, epilogue, x, rows)
+        assert (1 if given.norm_bytes else 2) <= cut.num_stages <= tuned.num_stages
+        needed = iteration_bytes(weight, cut, epilogue, given)
         assert (cut.num_stages - 1) * needed <= chip.shared_bytes
         # No stage is given away.
-        assert cut.num_stages == tuned.num_stages or cut.num_stages * needed > chip.shared_bytes
+        if not given.norm_bytes:
+            assert cut.num_stages == tuned.num_stages or cut.num_stages * needed > chip.shared_bytes
 
 
 @pytest.mark.parametrize("type", [*DENSE, *PACKED_TYPES])
@@ -70,28 +71,28 @@ def test_where_tiles_were_tuned_they_are_as_in_the_table(type: str) -> None:
         weight = weight_of(type, n, k)
         if weight is not None:
             tuned = tile_for(weight, epilogue)
-            assert fitted(tuned, weight, epilogue, x_of(torch.float32), ROWS, TUNED) is tuned
+            assert fitted(tuned, weight, epilogue, Given(ROWS, 4, 8), TUNED) is tuned
 
 
 @pytest.mark.parametrize(
-    ("type", "n", "k", "epilogue", "dtype", "n_bytes"),
+    ("type", "n", "k", "epilogue", "item_bytes", "n_bytes"),
     [
-        ("BF16", 16_384, 2048, "gated", torch.bfloat16, 110_592),
-        ("Q8_0", 2048, 2048, "add", torch.float32, 124_416),
-        ("Q4_0", 2048, 8192, "add", torch.float32, 125_952),
-        ("Q5_K", 2048, 8192, "add", torch.float32, 176_128),
+        ("BF16", 16_384, 2048, "gated", 2, 110_592),
+        ("Q8_0", 2048, 2048, "add", 4, 124_416),
+        ("Q4_0", 2048, 8192, "add", 4, 125_952),
+        ("Q5_K", 2048, 8192, "add", 4, 176_128),
     ],
 )
 def test_what_hopper_has_room_for_has_one_stage_less_on_a_card_of_99_kb(
-    type: str, n: int, k: int, epilogue: Epilogue, dtype: torch.dtype, n_bytes: int
+    type: str, n: int, k: int, epilogue: Epilogue, item_bytes: int, n_bytes: int
 ) -> None:
     """The bytes are what the compiler asks for, to the byte."""
-    weight, x = weight_of(type, n, k), x_of(dtype)
+    weight, given = weight_of(type, n, k), Given(ROWS, item_bytes)
     assert weight is not None
     tuned = tile_for(weight, epilogue)
-    needed = iteration_bytes(weight, tuned, epilogue, x, ROWS)
+    needed = iteration_bytes(weight, tuned, epilogue, given)
     assert (tuned.num_stages - 1) * needed == n_bytes
-    cut = fitted(tuned, weight, epilogue, x, ROWS, SMALLEST)
+    cut = fitted(tuned, weight, epilogue, given, SMALLEST)
     assert cut == replace(tuned, num_stages=tuned.num_stages - 1)
     assert n_bytes - needed <= SMALLEST.shared_bytes < n_bytes
 

@@ -83,7 +83,7 @@ def choices(chip: Chip) -> tuple[KernelChoice, ...]:
     since = f"{TENSOR_CORES_SINCE[0]}.{TENSOR_CORES_SINCE[1]}"
     tuned = f"{TUNED_ON[0]}.{TUNED_ON[1]}"
     fits = chip.shared_bytes >= TUNED.shared_bytes
-    named = ()
+    named: tuple[KernelChoice, ...] = ()
     if chip.device_capability is not None:
         real = arch_of(chip.device_capability)
         named = (KernelChoice("chip", f"as if it were {chip.arch}", f"{PRETENDED} says so; this GPU is {real}"),)

@@ -35,7 +35,7 @@ from ostinato.backends.cuda.triton.matmul import (
     put,
     weight_arguments,
 )
-from ostinato.backends.cuda.triton.tiles import Tile, fitted, tile_for
+from ostinato.backends.cuda.triton.tiles import Given, Tile, fitted, tile_for
 from ostinato.backends.machine import TUNED, Chip
 from ostinato.backends.torch.ops.matmul import InputNorm, PreparedInput
 from ostinato.backends.torch.weight import Weight
@@ -193,7 +193,8 @@ def bind_experts_gate_up(
         n_outputs, k = shape_of(part)
         if n_outputs % (2 * n if epilogue == "gated" else n):
             raise InternalError(f"{n_outputs} rows of experts are not whole {epilogue} matrices of {n} outputs")
-        cut = _alone(fitted(tile_for(part, epilogue), part, epilogue, x, ROWS, chip) if tile is None else tile)
+        taken = Given.of(ROWS, x, norm)
+        cut = _alone(fitted(tile_for(part, epilogue), part, epilogue, taken, chip) if tile is None else tile)
         given = shared | {
             "x_ptr": checked("x", x, dtype=EITHER, shape=(1, k), device=device),
             **norm_arguments(norm, n_slots, k, device),
@@ -231,7 +232,7 @@ def bind_experts_down(
     n_outputs, columns = shape_of(weight)
     if n_outputs % n:
         raise InternalError(f"{n_outputs} rows of experts are not whole matrices of {n}")
-    cut = _alone(fitted(tile_for(weight), weight, "store", x, ROWS, chip) if tile is None else tile)
+    cut = _alone(fitted(tile_for(weight), weight, "store", Given.of(ROWS, x), chip) if tile is None else tile)
     given = _chosen(experts, weights, n_rows, n_slots, n_used, device) | {
         "x_ptr": checked("x", x, dtype=EITHER, shape=(1, n_used, columns), device=device),
         **weight_arguments(weight, device),

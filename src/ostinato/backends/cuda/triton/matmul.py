@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ostinato.backends.cuda.launch import EITHER, FLOATS, Launches, TritonLaunch, checked
 from ostinato.backends.cuda.packed import PLANES, Packed, entries_of, for_a_gpu
-from ostinato.backends.cuda.triton.tiles import ROWS, Tile, fitted, step_columns, tile_for
+from ostinato.backends.cuda.triton.tiles import ROWS, Given, Tile, fitted, step_columns, tile_for
 from ostinato.backends.cuda.triton.unpack import (
     DENSE,
     INTERPRETED,
@@ -469,7 +469,7 @@ def bind_matmul(
         start, packed = own.stop, isinstance(part, Packed)
         mine, n = out if whole else out[:, own], n_outputs // 2 if how == "gated" else n_outputs
         own_bias, own_scale = None if bias is None else bias[own], scale[own] if isinstance(scale, Tensor) else scale
-        cut = fitted(tile_for(part, how), part, how, x, ROWS, chip) if tile is None else tile
+        cut = fitted(tile_for(part, how), part, how, Given.of(ROWS, x, norm), chip) if tile is None else tile
         grid = (triton.cdiv(n_slots, ROWS), triton.cdiv(n, cut.block_n), cut.split_k)
         given = {
             "x_ptr": checked("x", x, dtype=EITHER, shape=(1, k), device=device),

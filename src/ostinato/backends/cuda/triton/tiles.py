@@ -20,7 +20,7 @@ from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.packed_types import stays_packed
 from ostinato.backends.cuda.triton.unpack import INTERPRETED
 from ostinato.backends.machine import Chip
-from ostinato.backends.torch.ops.matmul import Epilogue
+from ostinato.backends.torch.ops.matmul import Epilogue, InputNorm
 from ostinato.backends.weights import shape_of
 from ostinato.files.checkpoint import TensorInfo
 from ostinato.files.quants import BLOCKS
@@ -113,6 +113,21 @@ def tile_for(weight: Tensor | Packed, epilogue: Epilogue = "store") -> Tile:
     return replace(tile, slices=slices, num_warps=slices if slices > 1 else max(tile.block_n // 32, 1))
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The inputs of a product, as far as they take memory: rows of a tile, and bytes of a number of x and of a column
+    of its norm's weight and bias."""
+
+    rows: int
+    item_bytes: int
+    norm_bytes: int = 0
+
+    @staticmethod
+    def of(rows: int, x: Tensor, norm: InputNorm | None = None) -> Given:
+        weights = () if norm is None else (norm.weight, norm.bias)
+        return Given(rows, x.element_size(), sum(one.element_size() for one in weights if one is not None))
+
+
 def step_columns(weight: Tensor | Packed, cut: Tile) -> int:
     """Columns of an iteration: as many as asked for; of a packed weight, whole units that divide its columns."""
     if isinstance(weight, Tensor):
@@ -133,20 +148,23 @@ def step_columns(weight: Tensor | Packed, cut: Tile) -> int:
 _READ_TWICE: Final = {"Q6_K": 18}
 
 
-def iteration_bytes(weight: Tensor | Packed, cut: Tile, epilogue: Epilogue, x: Tensor, rows: int) -> int:
-    """Bytes of weights and inputs that an iteration of a product's loop multiplies, at most: x has `rows` in a tile."""
+def iteration_bytes(weight: Tensor | Packed, cut: Tile, epilogue: Epilogue, given: Given) -> int:
+    """Bytes that an iteration of a product's loop reads ahead, at most: weights, inputs and the norm of the inputs."""
     columns, outputs = step_columns(weight, cut), cut.block_n * (2 if epilogue == "gated" else 1)
     if isinstance(weight, Packed):
         block, more = BLOCKS[weight.type], _READ_TWICE.get(weight.type, 0)
         row_bytes = -(-columns * (block.n_bytes * (256 // block.elements) + more) // 256)
     else:
         row_bytes = columns * weight.element_size()
-    return outputs * row_bytes + rows * columns * x.element_size()
+    return outputs * row_bytes + columns * (given.rows * given.item_bytes + given.norm_bytes)
 
 
-def fitted(cut: Tile, weight: Tensor | Packed, epilogue: Epilogue, x: Tensor, rows: int, chip: Chip) -> Tile:
+def fitted(cut: Tile, weight: Tensor | Packed, epilogue: Epilogue, given: Given, chip: Chip) -> Tile:
     """The same cut with as many stages as a block's shared memory has room for, those of the table at most."""
-    room = stages_that_fit(chip, cut.num_stages, iteration_bytes(weight, cut, epilogue, x, rows))
+    beside = 0
+    if given.norm_bytes:  # inputs that are normed lie there once more, as they are multiplied
+        beside = given.rows * step_columns(weight, cut) * (2 if weight.dtype == torch.bfloat16 else 4)
+    room = stages_that_fit(chip, cut.num_stages, iteration_bytes(weight, cut, epilogue, given), beside)
     return cut if room == cut.num_stages else replace(cut, num_stages=room)
 
 
@@ -159,4 +177,4 @@ def least_bytes(tensor: TensorInfo) -> int:
         weight = Packed(tensor.type, rows, cols, ())
     else:
         weight = torch.empty((rows, cols), dtype=dtypes.get(tensor.type, torch.bfloat16), device=meta)
-    return iteration_bytes(weight, tile_for(weight), "store", torch.empty(0, device=meta), ROWS)
+    return iteration_bytes(weight, tile_for(weight), "store", Given(ROWS, 4))
