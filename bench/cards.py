@@ -6,8 +6,9 @@
 Kernels of a step, of prompts and of their outputs are bound as plans bind them (`bench/launches.py`), for a model of
 every family, every weight type and every type of KV cache. Of launches that differ in sizes alone, which decide neither
 the memory of a block nor its registers, the largest is compiled. What NVRTC compiles, the step boundary and the
-laboratory, is compiled as well. Each kernel is a line of JSON; ends with 1 where one takes more than the chip has.
-Triton keeps what it has compiled, so that a run that was stopped goes on where it was.
+laboratory, is compiled as well; the persistent kernel has tests of its own (`tests/backends/tape/test_compiles.py`).
+Each kernel is a line of JSON; ends with 1 where one takes more than the chip has. Triton keeps what it has compiled, so
+that a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from itertools import chain
 from multiprocessing import get_context
@@ -215,8 +217,7 @@ def _weight_types() -> Mapping[str, int]:
 _work: list[Kernel] = []  # which the workers inherit: kernels cannot be sent to them
 
 
-def compile_one(place: tuple[int, str]) -> Row:
-    number, arch = place
+def compile_one(number: int, arch: str) -> Row:
     kernel = _work[number]
     options, started = kernel.told.options, time.monotonic()
     made = Row(kernel.name, kernel.variant, arch, options.get("num_warps", 4), options.get("num_stages"))
@@ -230,9 +231,9 @@ def compile_one(place: tuple[int, str]) -> Row:
 def sweep(arch: str, kernels: Iterable[Kernel], workers: int) -> Iterator[Row]:
     """These kernels, compiled for a chip, in no particular order."""
     _work[:] = kernels
-    places = [(number, arch) for number in range(len(_work))]
-    with get_context("fork").Pool(workers) as pool:
-        yield from pool.imap_unordered(compile_one, places)
+    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
+        for made in as_completed([pool.submit(compile_one, number, arch) for number in range(len(_work))]):
+            yield made.result()
 
 
 def by_nvrtc(arch: str) -> Iterator[Row]:
