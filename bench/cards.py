@@ -1,6 +1,7 @@
 """What every kernel takes of every chip, compiled without one: the table of docs/cards.md.
 
     python -m bench.cards [--arch sm_80,gfx942] [--models NAME,...] [--types q4_k_m,...] [--workers 2] [--out FILE]
+    python -m bench.cards --rows FILE ... --out docs/cards.md    # from what earlier runs printed
     python -m bench.cards --default --fast --arch sm_80,sm_89    # the default model and a 1B, with their types
 
 Kernels of a step, of prompts and of their outputs are bound as plans bind them (`bench/launches.py`), for a model of
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
@@ -288,14 +289,20 @@ def _cell(row: Row | None) -> str:
     return f"{row.shared_bytes:,} / {row.registers}{spilled}"
 
 
+def kept_rows(file: Path) -> list[Row]:
+    """What an earlier run printed."""
+    names = [field.name for field in fields(Row)]
+    return [Row(**{name: line[name] for name in names}) for line in map(json.loads, file.read_text().splitlines())]
+
+
 def main(words: Sequence[str] | None = None) -> int:
     asked = _asked(words)
     if asked.fast:
         compile_fast()
     cases = DEFAULT if asked.default else product_of(asked.models, asked.types)
-    rows: list[Row] = []
+    rows = [row for file in asked.rows for row in kept_rows(file)]
     done: set[object] = set()  # with --default: what was compiled for another chip of the list is not compiled again
-    for arch in asked.arch:
+    for arch in () if asked.rows else asked.arch:
         kernels = {code: kernel for code, kernel in kernels_for(arch, cases).items() if code not in done}
         done |= set(kernels) if asked.default else set()
         plain = by_nvrtc(arch) if arch in NVIDIA and not asked.default else ()
@@ -333,6 +340,7 @@ def _asked(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--fast", action="store_true", help="without the pass that takes longest; see bench/compiling")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rows", type=Path, nargs="+", default=[], help="lines of earlier runs, and nothing compiled")
     parser.add_argument("--out", type=Path, help="the page whose table is written anew")
     return parser.parse_args(words)
 

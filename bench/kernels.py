@@ -110,9 +110,11 @@ class Product:
     more: dict[str, Any]
 
     def bind(self, **over: Any) -> TritonLaunch | Launches:
+        from ostinato.backends.cuda import gpu
         from ostinato.backends.cuda.triton.matmul import bind_matmul
 
-        return bind_matmul(self.x, self.weight, self.out, self.n_rows, epilogue=self.epilogue, **(self.more | over))
+        words = {"epilogue": self.epilogue, "chip": gpu.chip_of(DEVICE), **self.more, **over}
+        return bind_matmul(self.x, self.weight, self.out, self.n_rows, **words)
 
 
 def product_of(weight: Tensor | Packed, n: int, k: int, epilogue: Epilogue, rows: int, prepared: bool) -> Product:

@@ -10,12 +10,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.cards import MARK, Row, table
+from bench.cards import MARK, Row, main, table
 
 ROOT = Path(__file__).parents[4]
 AS_IF = """
@@ -82,7 +83,7 @@ def test_what_a_chip_has_no_room_for_is_told_with_both_numbers() -> None:
     assert "does not compile: no" in str(row("gfx942", error="no").problem)
 
 
-def test_the_page_says_the_most_that_a_kernel_takes_of_each_chip() -> None:
+def test_the_page_says_the_most_that_a_kernel_takes_of_each_chip(tmp_path: Path) -> None:
     rows = [row("sm_89", shared_bytes=4096, registers=40), row("sm_89", shared_bytes=512, registers=90)]
     text = table([*rows, row("sm_80", shared_bytes=70_000, registers=255, spilled_bytes=8)])
     assert text.splitlines() == [
@@ -90,4 +91,9 @@ def test_the_page_says_the_most_that_a_kernel_takes_of_each_chip() -> None:
         "| --- | --- | ---: | ---: |",
         "| matmul | Q4_K | 70,000 / 255 +8 | 4,096 / 90 |",
     ]
+    file, page = tmp_path / "rows", tmp_path / "page.md"
+    file.write_text("".join(json.dumps(asdict(one) | {"problem": None}) + "\n" for one in rows), "utf-8")
+    page.write_text(f"# Cards\n\n{MARK}\n\nold\n", "utf-8")
+    assert main(["--rows", str(file), "--out", str(page)]) == 0
+    assert page.read_text("utf-8") == f"# Cards\n\n{MARK}\n\n{table(rows)}"
     assert (ROOT / "docs/cards.md").read_text("utf-8").count(MARK) == 1
