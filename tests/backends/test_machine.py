@@ -18,7 +18,6 @@ def test_a_chip_is_named_as_the_compilers_name_it() -> None:
 
 def test_instructions_follow_from_the_capability_as_a_number() -> None:
     chips = {capability: Chip(capability, 1, shared) for capability, shared in SHARED_BYTES.items()}
-    assert [one for one, chip in chips.items() if chip.has_wgmma] == [(9, 0)]
     assert [one for one, chip in chips.items() if not chip.has_bulk_copies] == [(8, 0), (8, 6), (8, 7), (8, 9)]
 
 

@@ -66,11 +66,6 @@ class Chip:
         return self.capability >= WITH_BULK_COPIES
 
     @property
-    def has_wgmma(self) -> bool:
-        """Tensor-core instructions of four warps that read shared memory; newer chips have others in their place."""
-        return self.capability == (9, 0)
-
-    @property
     def attention_programs(self) -> int:
         return PROGRAMS_PER_MULTIPROCESSOR * self.n_multiprocessors
 
