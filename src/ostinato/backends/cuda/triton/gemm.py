@@ -206,7 +206,11 @@ def bind_gemm(
         if isinstance(part, Tensor):
             kind = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[part.dtype]
             plain = INTERPRETED.value or not chip.has_ptx
-            precision = {"bf16": "ieee", "f16": "tf32", "f32": "ieee" if plain else "tf32x3"}[kind]
+            precision = {
+                "bf16": "ieee",
+                "f16": "tf32" if chip.has_ptx else "ieee",
+                "f32": "ieee" if plain else "tf32x3",
+            }[kind]
         cut = fitted(GEMM_TILES[kind], part, x, chip) if tile is None else tile
         own_bias, own_scale = None if bias is None else bias[own], scale[own] if isinstance(scale, Tensor) else scale
         given = {

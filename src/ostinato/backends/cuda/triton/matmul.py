@@ -481,7 +481,9 @@ def bind_matmul(
             **{"n_rows_ptr": n_rows, "softcap": softcap, "partial_ptr": None, "counter_ptr": None},
             **{"N": n, "K": k, "FIRST": first, "OUT_STRIDE": mine.stride(0), "ROWS": ROWS},
             **{"EPILOGUE": EPILOGUES[how], "ACTIVATION": ACTIVATIONS[activation or "silu"]},
-            **{"SPLIT_K": cut.split_k, "APART": cut.apart, "FEW": cut.few and packed and norm_kind(norm) != 3},
+            **{"SPLIT_K": cut.split_k, "APART": cut.apart},
+            # Eight rows are half a tile of NVIDIA's tensor cores, and less than other matrix cores take.
+            "FEW": cut.few and packed and norm_kind(norm) != 3 and chip.has_ptx,
             # Sums of squares asked for before the product and added up after it; unless they would fill the registers.
             "EARLY": triton.next_power_of_2(n_stats(k)) * ROWS <= (16 if packed else 32) * 32 * cut.num_warps,
         }
@@ -578,7 +580,7 @@ def cut_arguments(weight: Tensor | Packed, cut: Tile, device: torch.device, chip
         asm = chip.has_ptx and not INTERPRETED.value
         if weight.plane("high") is not None:  # what `nibble_dots` needs for weights of more than four bits
             pairs = torch.arange(32, dtype=torch.int32, device=device) // 4 * 2
-    elif weight.dtype == torch.float16:
+    elif weight.dtype == torch.float16 and chip.has_ptx:
         precision = "tf32"
     sizes = {"BLOCK_N": cut.block_n, "BLOCK_K": step_columns(weight, cut), "SLICES": cut.slices}
     return sizes | {"STAGES": cut.num_stages, "pairs_ptr": pairs, "PRECISION": precision, "ASM": asm}
