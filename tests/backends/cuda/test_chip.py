@@ -116,6 +116,15 @@ def test_prompt_attention_fits_every_chip(chip: Chip, width: int) -> None:
         assert is_whole == (chunk_bytes(width, item_bytes, 64, 1) <= chip.shared_bytes)
 
 
+def test_what_prompt_attention_needs_is_what_the_compiler_asks_for() -> None:
+    """To the byte, with more than one stage."""
+    assert chunk_bytes(256, 2, 64, 2) == 106_496
+    assert chunk_bytes(128, 2, 64, 2) == 57_344
+    assert chunk_bytes(256, 2, 64, 2, row_bytes=272) == 75_776  # q8_0, with its scales
+    assert chunk_bytes(128, 2, 64, 3, row_bytes=136) == 59_392
+    assert chunk_bytes(128, 4, 64, 1) == 98_304
+
+
 def test_only_float32_keys_of_the_widest_heads_are_cut_otherwise_and_that_is_named() -> None:
     wide = replace(named_shape("llama-1b"), head_width=256)
     cuts = {(chip.arch, kv): other_cut(wide, kv, chip) for chip in CHIPS for kv in ("f32", "f16", "bf16", "q8_0")}

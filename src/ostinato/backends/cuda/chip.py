@@ -35,13 +35,14 @@ def stages_that_fit(chip: Chip, wanted: int, iteration_bytes: int, beside: int =
     return max(1, min(wanted, 1 + (chip.shared_bytes - beside) // iteration_bytes))
 
 
-def chunk_bytes(width: int, item_bytes: int, block: int, stages: int) -> int:
-    """Shared memory that the prompt's attention takes at most: queries, blocks of K and V, and weights of V."""
+def chunk_bytes(width: int, item_bytes: int, block: int, stages: int, row_bytes: int | None = None) -> int:
+    """Shared memory that the prompt's attention takes at most: queries, blocks of K and V, and weights of V. A row of K
+    has `row_bytes` in the store, where those are not its bytes as it is multiplied."""
     queries, weights = CHUNK_ROWS * width * item_bytes, CHUNK_ROWS * block * item_bytes
-    keys = values = block * width * item_bytes
     if stages == 1:
+        keys = values = block * width * item_bytes
         return queries + max(keys, weights) + values  # weights take the place of keys
-    return queries + (stages - 1) * (keys + values) + weights
+    return queries + (stages - 1) * 2 * block * (row_bytes or width * item_bytes) + weights
 
 
 def chunk_block(chip: Chip, width: int, item_bytes: int) -> int:

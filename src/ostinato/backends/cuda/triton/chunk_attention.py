@@ -43,6 +43,7 @@ from ostinato.backends.cuda.triton.attend import (
 from ostinato.backends.machine import TUNED, Chip
 from ostinato.backends.torch.ops.attend import Heads, PagedKV
 from ostinato.backends.torch.ops.chunk_attention import TILE_ROWS, Chunk
+from ostinato.backends.torch.ops.q8_0 import BLOCK as Q8_BLOCK
 
 _APPENDED: Final = 16  # rows that a program appends
 _PROGRAMS: Final = 2  # for each tile that the rows of one sequence have
@@ -81,7 +82,8 @@ def bind_chunk_attention(
     warps = 8 if exact or width > 128 else 4
     # Float32 blocks of wide heads fill the shared memory by themselves.
     stages = 1 if exact and width > 64 else stages_for(heads, kv)
-    while stages > 1 and chunk_bytes(wide, item_bytes, block, stages) > chip.shared_bytes:
+    row_bytes = wide * kv.keys.element_size() + (0 if kv.key_scales is None else 2 * wide // Q8_BLOCK)
+    while stages > 1 and chunk_bytes(wide, item_bytes, block, stages, row_bytes) > chip.shared_bytes:
         stages -= 1
     return TritonLaunch.of(chunk_attention_kernel, grid, given, num_warps=warps, num_stages=stages)
 
