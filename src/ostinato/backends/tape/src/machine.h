@@ -65,7 +65,7 @@ DEVICE char* shared_memory() {
 
 // With MOVE_REGISTERS, each of the block's 384 threads has 168 registers at launch; then groups of four warps reallocate
 // them, so that the compute warps have enough and do not spill. 128 * 56 + 256 * 224 is the same total. Without it, a
-// block has one loader warp, and each of its 288 threads has 224 registers, or as many as it needs.
+// block has one loader warp, and each of its 288 threads has at most 168: one of the four partitions has three warps.
 DEVICE void give_registers() {
     if (MOVE_REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
 }
