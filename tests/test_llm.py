@@ -177,7 +177,7 @@ def test_the_digest_names_a_chip_that_sums_in_another_order(
     tiny_llm: LLM, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def otherwise(*args: Any, **words: Any) -> Settled:
-        return dataclasses.replace(choose(*args, **words), other_cut="prompt attention by 16")
+        return dataclasses.replace(choose(*args, **words), other_sums="prompt attention by 16")
 
     answer = tiny_llm.generate("the sea", GREEDY)
     monkeypatch.setattr("ostinato.llm.choose", otherwise)

@@ -155,8 +155,8 @@ class LLM:
         facts: dict[str, Any] = {"dtype": self.dtype, "kv_type": self.kv_type, "context": self.context}
         if self.activations is not None:
             facts["activations"] = self.activations  # whose arithmetic is not eager's
-        if self._settled.other_cut is not None:
-            facts["cut"] = self._settled.other_cut
+        if self._settled.other_sums is not None:
+            facts["sums"] = self._settled.other_sums
         fingerprint, n_sets = self._checkpoint.fingerprint, self.shape.n_rope_sets
         self._origin = Origin(self.tokenizer, self.load_s, facts, fingerprint, n_sets)
 

@@ -223,7 +223,11 @@ def test_a_chip_on_which_a_prompt_is_summed_in_another_order_says_so() -> None:
     """What the digest names: bits of such an answer are not those of a larger chip."""
     model = small(shape_of(hidden=512, n_heads=2, n_kv_heads=1, head_width=256))
     ada = replace(CARD, chip=Chip((8, 9), 128, 99 << 10))
-    assert decided(model, ada, kv_type="f32", mode="loop").other_cut == "prompt attention by 16"
-    assert decided(model, ada, kv_type="bf16", mode="loop").other_cut is None
-    assert decided(model, kv_type="f32", mode="loop").other_cut is None
-    assert decided(model, ON_CPU, kv_type="f32").other_cut is None
+    assert decided(model, ada, kv_type="f32", mode="loop").other_sums == "prompt attention by 16"
+    assert decided(model, ada, kv_type="bf16", mode="loop").other_sums is None
+    assert decided(model, kv_type="f32", mode="loop").other_sums is None
+    assert decided(model, ON_CPU, kv_type="f32").other_sums is None
+    packed = small(shape_of(hidden=256, ff_width=256), mix="q8_0")
+    assert decided(packed, ada, mode="persistent").other_sums == "lifted weights"
+    assert decided(packed, ada, mode="loop").other_sums is None
+    assert decided(packed, mode="persistent").other_sums is None

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ostinato.backends.loading import Progress
-from ostinato.backends.machine import DeviceKind, Machine, kind_of
+from ostinato.backends.machine import Chip, DeviceKind, Machine, kind_of
 from ostinato.cache.groups import PageGroup, page_groups
 from ostinato.cache.state_block import CellForm
 from ostinato.errors import InternalError
@@ -197,7 +197,7 @@ class Settled:
     activations: Activations = "wide"  # of the native loop and of the persistent kernel
     prompts: PromptWeights = "plain"  # what they read
     threads: int | None = None  # on the CPU; None on a GPU
-    other_cut: str | None = None  # what this chip sums in another order than larger ones (backends/cuda/chip.py)
+    other_sums: str | None = None  # what this chip sums to other bits than where kernels were tuned
     why_not: tuple[str, ...] = ()  # for each mode above this one, its name and why it does not run
     fallback: str | None = None  # the mode that takes its place, once, where it cannot be built (E-57)
     fell_back: str | None = None  # why this one took another's place
@@ -286,6 +286,9 @@ class Backend(Protocol):
 
     def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> WeightLayout:
         """How it keeps matrices on such a device."""
+
+    def other_sums(self, shape: Shape, settled: Settled, chip: Chip | None) -> str | None:
+        """What a chip sums to other bits than the one where the kernels were tuned, for the digest; None if nothing."""
 
     def needs(self, shape: Shape, tensors: HeaderTensors, settled: Settled) -> tuple[MemoryRow, ...]:
         """Everything that it takes of memory; the rows of weights are called `weights` and `tape`."""

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Final
 from ostinato.backends import cards
 from ostinato.backends.base import CHUNK_ROWS, Backend, PromptWeights, Settled, WeightLayout, dtype_of, kv_type_of
 from ostinato.backends.cuda.backend import CUDA
-from ostinato.backends.cuda.chip import other_cut
 from ostinato.backends.machine import DeviceKind, Machine
 from ostinato.backends.native.backend import NATIVE
 from ostinato.backends.tape.backend import TAPE
@@ -254,9 +253,12 @@ def _draft(backend: Backend, mode: str, case: LoadCase) -> Settled:
         weights=backend.layout(case.shape, options, machine.kind),
         activations=options.activations,
         threads=options.threads or (default_threads() if machine.kind == "cpu" else None),
-        other_cut=other_cut(case.shape, case.kv_type, machine.chip),
     )
-    return replace(settled, n_pages=settled.n_slots * settled.max_pages)
+    return replace(
+        settled,
+        n_pages=settled.n_slots * settled.max_pages,
+        other_sums=backend.other_sums(case.shape, settled, machine.chip),
+    )
 
 
 # What memory allows

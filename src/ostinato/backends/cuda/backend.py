@@ -19,7 +19,7 @@ from ostinato.backends.base import (
     kv_type_of,
     why_not_kept,
 )
-from ostinato.backends.cuda.chip import LEAST_SHARED_BYTES, chunk_block, chunk_bytes, padded_width
+from ostinato.backends.cuda.chip import LEAST_SHARED_BYTES, chunk_block, chunk_bytes, other_cut, padded_width
 from ostinato.backends.machine import Chip, DeviceKind, Machine, cuda_version, why_too_old
 from ostinato.backends.memory_rows import FLOAT_BYTES, output_row, shared_rows, without_empty
 from ostinato.backends.runner import Runner
@@ -91,6 +91,9 @@ class CudaBackend:
 
     def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> WeightLayout:
         return plain_layout(shape, options)
+
+    def other_sums(self, shape: Shape, settled: Settled, chip: Chip | None) -> str | None:
+        return other_cut(shape, settled.kv_type, chip)
 
     def needs(self, shape: Shape, tensors: HeaderTensors, settled: Settled) -> tuple[MemoryRow, ...]:
         weights = MemoryRow("weights", weight_bytes(tensors, settled))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from ostinato.backends.base import CHUNK_ROWS, MemoryRow, Settled, WeightLayout, dtype_of, kv_type_of, why_not_kept
-from ostinato.backends.machine import DeviceKind, Machine
+from ostinato.backends.machine import Chip, DeviceKind, Machine
 from ostinato.backends.memory_rows import FLOAT_BYTES, LIBRARIES, output_row, shared_rows, without_empty
 from ostinato.backends.native.library import cpu_library, why_no_native
 from ostinato.backends.native.pages import KV_TYPES, NativePages
@@ -64,6 +64,9 @@ class NativeBackend:
 
     def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> WeightLayout:
         return "tiles"
+
+    def other_sums(self, shape: Shape, settled: Settled, chip: Chip | None) -> str | None:
+        return None
 
     def needs(self, shape: Shape, tensors: HeaderTensors, settled: Settled) -> tuple[MemoryRow, ...]:
         from ostinato.backends.native.plan import chunk_rows

@@ -29,6 +29,7 @@ from ostinato.backends.cuda.backend import (
     why_driver_has_no_while,
     why_no_packages,
 )
+from ostinato.backends.cuda.chip import other_cut
 from ostinato.backends.machine import Chip, DeviceKind, Machine, why_too_old
 from ostinato.backends.memory_rows import without_empty
 from ostinato.backends.tape.partition import WEIGHT_TYPES, TapeMatrix, WeightType, matrix_bytes, why_mixed
@@ -99,6 +100,16 @@ class TapeBackend:
 
     def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> WeightLayout:
         return plain_layout(shape, options)
+
+    def other_sums(self, shape: Shape, settled: Settled, chip: Chip | None) -> str | None:
+        if chip is None:
+            return None
+        from ostinato.backends.tape.plan import Variant
+
+        # A tensor core aligns products by the exponents of their operands, so sums of lifted weights end in other bits.
+        lifts = settled.weights == "packed" and settled.dtype == "bfloat16" and Variant.of(chip).lift_weights
+        found = (other_cut(shape, settled.kv_type, chip), "lifted weights" if lifts else None)
+        return ", ".join(filter(None, found)) or None
 
     def needs(self, shape: Shape, tensors: HeaderTensors, settled: Settled) -> tuple[MemoryRow, ...]:
         plain = settled.prompts == "plain"

@@ -15,7 +15,7 @@ from ostinato.backends.base import (
     kv_type_of,
     why_not_kept,
 )
-from ostinato.backends.machine import DeviceKind, Machine
+from ostinato.backends.machine import Chip, DeviceKind, Machine
 from ostinato.backends.memory_rows import FLOAT_BYTES, LIBRARIES_WITH_TORCH, output_row, shared_rows, without_empty
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.kv_types import KV_DTYPES
@@ -62,6 +62,9 @@ class TorchBackend:
 
     def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> WeightLayout:
         return "dense"
+
+    def other_sums(self, shape: Shape, settled: Settled, chip: Chip | None) -> str | None:
+        return None
 
     def needs(self, shape: Shape, tensors: HeaderTensors, settled: Settled) -> tuple[MemoryRow, ...]:
         weights = MemoryRow("weights", dense_bytes(tensors, settled))

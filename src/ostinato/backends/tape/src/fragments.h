@@ -13,7 +13,8 @@
 #include "ring.h"
 
 // LIFT_WEIGHTS is for a chip whose tensor cores may flush subnormal numbers to zero: the weights are lifted, not the
-// activations. The results have the same bits, at the cost of four more instructions a column tile.
+// activations, at the cost of four more instructions a column tile. Every product is the same; their sum may end in
+// other bits, since a tensor core aligns products by the exponents of their operands (docs/tape.md).
 #define LIFT_BF16 0x6F806F80u  // two of 2^96
 #define ONE_BF16 0x3F803F80u
 #define LESS_BF16 0xAD00u      // -2^-37: minus a lifted one, 2^96 / 2^133
