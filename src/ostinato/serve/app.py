@@ -145,6 +145,7 @@ def guarded(app: ASGIApp, service: Service) -> ASGIApp:
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
+    @app.post("/chat/completions", include_in_schema=False)
     @app.post("/v1/chat/completions", tags=["answers"], summary="Answer a conversation", responses=_STREAMED)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         return await chat(service, body, request)
@@ -226,6 +227,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
         known = {} if llm is None else {"max_model_len": llm.context}
         return {"id": id, "object": "model", "created": service.started, "owned_by": "ostinato", **known}
 
+    @app.get("/models", include_in_schema=False)
     @app.get("/v1/models", tags=["status"], summary="What is served", responses=_GET)
     async def models(request: Request) -> Response:
         id = service.model_id

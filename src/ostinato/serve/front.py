@@ -29,6 +29,8 @@ from ostinato.serve.settings import is_loopback
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/live"})
 # The first paths that a browser opens: it asks for the key and sends it with all later requests.
 _PAGES: Final = frozenset({"/", "/docs"})
+# What containers call the machine that they run on; `.internal` is no domain that a web page could be served from.
+_FROM_CONTAINERS: Final = frozenset({"host.docker.internal", "gateway.docker.internal", "host.containers.internal"})
 _MOST_DISCARDED: Final = 4  # times the limit of a body, so that its sender can read why it was refused
 
 
@@ -62,8 +64,8 @@ def is_address_or_local(host: str) -> bool:
     >>> is_address_or_local("localhost:8000"), is_address_or_local("[::1]:80"), is_address_or_local("evil.example")
     (True, True, False)
     """
-    name = host.rsplit("]", 1)[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
-    if name.lower().rstrip(".") == "localhost" or name.lower().endswith(".localhost"):
+    name = host.rsplit("]", 1)[0].lstrip("[") if host.startswith("[") else host.partition(":")[0].lower().rstrip(".")
+    if name == "localhost" or name.endswith(".localhost") or name in _FROM_CONTAINERS:
         return True
     try:
         ipaddress.ip_address(name)
@@ -89,6 +91,8 @@ class Gateway:
         client = scope.get("client")
         record = Record(self._service.make_id(), scope["method"], scope["path"], client[0] if client else None)
         scope.setdefault("state", {})["record"] = record
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server that holds the connection sends no body to a HEAD
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -119,6 +123,11 @@ class Gateway:
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
+        if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+            # With --cors, preflights are answered before this.
+            origin = headers.get("origin", "")[:200]
+            message = f"pages of {origin!r} may not use this server; its operator allows them with --cors {origin}"
+            raise Refusal(403, message, code="origin_not_allowed")
         if self._checks_host and not is_address_or_local(headers.get("host", "localhost")):
             raise Refusal(
                 403,
