@@ -184,12 +184,7 @@ def _named(sentence: str | None, name: Callable[[str], str]) -> str | None:
 # What the command line does not have, what a server's operator sets, and what has another form over HTTP.
 _NO_FLAG: Final = frozenset({"min_tokens", "logprobs"})
 _OPERATORS: Final = frozenset({"model", "device", "dtype", "context", "slots", "threads", "kv_type", "mode"})
-_FORMATS: Final = {
-    "schema": 'response_format {"type": "json_schema", "json_schema": {"schema": {...}}}',
-    "regex": 'response_format {"type": "regex", "regex": "..."}',
-    "choice": 'response_format {"type": "choice", "choice": ["...", "..."]}',
-    "grammar": 'response_format {"type": "grammar", "grammar": "..."}',
-}
+_FORMATS: Final = {"grammar": 'response_format {"type": "grammar", "grammar": "..."}'}
 
 
 def _flag_of(name: str) -> str:

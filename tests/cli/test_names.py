@@ -13,7 +13,16 @@ from ostinato import LoadOptions, Sampling, Timings, cli, other_engines
 from ostinato.files.store import DEFAULT
 from ostinato.other_engines import OTHER_ENGINES, answer_flag
 from ostinato.serve.errors import Refusal
-from ostinato.serve.shapes import NEUTRAL, ChatBody, CompletionBody, EmbeddingBody, ResponseFormat
+from ostinato.serve.shapes import (
+    ALIASES,
+    FORMAT_ALIASES,
+    NEUTRAL,
+    NOTED,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    ResponseFormat,
+)
 from tests.cli.conftest import RunCli
 
 PAGE = Path(__file__).parents[2] / "docs" / "names.md"
@@ -78,6 +87,18 @@ def test_options_of_sampling_are_those_of_the_code() -> None:
     assert listed == flags("run") & of_sampling
 
 
+def test_aliases_are_those_of_the_code() -> None:
+    found = {name.strip("`"): (ours, engine) for name, ours, engine in rows("Other names over HTTP")}
+    assert found.keys() == {*ALIASES, *FORMAT_ALIASES, "structured_outputs"}
+    for alias, (ours, _) in found.items():
+        if alias in ALIASES:
+            assert ours == f"`{ALIASES[alias]}`"
+        elif alias in FORMAT_ALIASES:
+            kind = FORMAT_ALIASES[alias].replace("schema", "json_schema")
+            assert ours == f"`response_format`: `{kind}`"
+            assert alias in ChatBody.model_fields.keys() & CompletionBody.model_fields.keys()
+
+
 def test_timings_are_those_of_the_code() -> None:
     assert [name.strip("`") for name, _ in rows("Timings")] == [field.name for field in dataclasses.fields(Timings)]
 
@@ -140,7 +161,7 @@ def test_a_verb_without_the_option_is_told_which_has_it(ostinato: RunCli) -> Non
 def test_hints_for_words_of_other_engines_name_fields_that_there_are(kind: type[ChatBody | CompletionBody]) -> None:
     whole: Any = {"messages": [{"role": "user", "content": "hello"}]} if kind is ChatBody else {"prompt": "hello"}
     kinds = set()
-    for word in OTHER_ENGINES.keys() - NEUTRAL.keys():
+    for word in OTHER_ENGINES.keys() - {*NEUTRAL, *NOTED, *ALIASES, *FORMAT_ALIASES}:
         with pytest.raises(Refusal, match=f"^{word} is not supported here: ") as told:
             kind.model_validate({**whole, word: "x"})
         hint = str(told.value)
@@ -151,7 +172,7 @@ def test_hints_for_words_of_other_engines_name_fields_that_there_are(kind: type[
             kinds.add(kind.model_validate({**whole, called[1]: given}).sampling().rule)
         elif called is not None:
             assert called[1] in kind.model_fields
-    assert len(kinds) == 4
+    assert len(kinds) == 1
 
 
 def test_a_body_without_the_field_is_not_sent_to_it() -> None:

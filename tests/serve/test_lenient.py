@@ -3,10 +3,16 @@ docs/serving.md."""
 
 from __future__ import annotations
 
+import json
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ostinato.other_engines import OTHER_ENGINES
+from ostinato.serve.chat import conversation
+from ostinato.serve.shapes import ALIASES, FORMAT_ALIASES, ChatBody, CompletionBody, GenerationBody
 from tests.serve.running import Running
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -67,3 +73,171 @@ def test_a_preflight_is_told_the_flag(server: Running) -> None:
     assert reply.status_code == 403
     assert "--cors https://chat.example" in reply.json()["error"]["message"]
     assert "access-control-allow-origin" not in reply.headers
+
+
+# Fields
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@pytest.mark.parametrize("more", [{"seed": -1}, {"top_k": -1}, {"max_tokens": -1}, {"stop": ""}, {"n_predict": -1}])
+def test_what_clients_write_for_not_given_is_as_if_it_were_not(
+    server: Running, path: str, more: dict[str, Any]
+) -> None:
+    body = {"messages": HELLO} if path == CHAT else {"prompt": "hello"}
+    # The end of an answer is certain, so that one without a limit is short.
+    body |= {"temperature": 0, "min_tokens": 4, "logit_bias": {str(id): 100 for id in server.llm.tokenizer.eog_ids}}
+    made, without = (answered(server, given, path) for given in ({**body, **more}, body))
+    assert made["choices"] == without["choices"]
+    assert made["seed"] >= 0
+
+
+def test_no_seed_is_another_one_each_time(server: Running) -> None:
+    first, second = (answered(server, {"messages": HELLO, "max_tokens": 1, "seed": -1})["seed"] for _ in range(2))
+    assert first != second
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION, "/v1/responses"])
+def test_fields_that_change_no_token_are_accepted_and_named(server: Running, path: str) -> None:
+    body: dict[str, Any] = {"seed": 3}
+    body |= {CHAT: {"messages": HELLO}, COMPLETION: {"prompt": "hello"}}.get(path, {"input": "hello"})
+    body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = 8
+    plain = server.post(path, body)
+    neutral = server.post(path, {**body, "cache_prompt": True, "priority": 0, "timings_per_token": False})
+    noted = server.post(path, {**body, "cache_prompt": False, "priority": 5, "timings_per_token": True})
+    assert IGNORED not in plain.headers | neutral.headers
+    assert noted.headers[IGNORED] == "cache_prompt, priority, timings_per_token"
+    assert plain.json()["digest"] == neutral.json()["digest"] == noted.json()["digest"]
+
+
+def test_effort_and_verbosity_are_named_where_the_template_has_no_variable_for_them(server: Running) -> None:
+    asked = {"messages": HELLO, **FEW}
+    for body, named in (
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"reasoning_effort": "high", "verbosity": "high", "stream": True}, "reasoning_effort, verbosity"),
+    ):
+        reply = server.post(CHAT, {**asked, **body})
+        assert (reply.status_code, reply.headers[IGNORED]) == (200, named)
+    assert IGNORED not in server.post(CHAT, {**asked, "verbosity": "medium"}).headers
+
+
+def test_effort_and_verbosity_reach_a_template_that_knows_them() -> None:
+    for source, body, options in (
+        ("{{ reasoning_effort }}", {"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        ("{{ enable_thinking }}", {"reasoning_effort": "none"}, {"enable_thinking": False}),
+        ("{{ verbosity }}", {"verbosity": "low"}, {"verbosity": "low"}),
+        ("{{ verbosity }}", {"verbosity": "low", "chat_template_kwargs": {"verbosity": "x"}}, {"verbosity": "x"}),
+    ):
+        llm: Any = SimpleNamespace(template=SimpleNamespace(source=source))
+        asked, ignored = conversation(llm, ChatBody.model_validate({"messages": HELLO, **body}))
+        assert (asked.template_options, ignored) == (options, [])
+
+
+def test_reasoning_is_another_name_and_null_content_is_empty() -> None:
+    messages = [
+        {"role": "assistant", "content": "a", "reasoning": "why"},
+        {"role": "assistant", "content": None, "reasoning_content": "this", "reasoning": "not this"},
+        {"role": "user", "content": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+    ]
+    made = [message.for_template() for message in ChatBody.model_validate({"messages": messages}).messages]
+    assert made[0] == {"role": "assistant", "content": "a", "reasoning_content": "why"}
+    assert made[1] == {"role": "assistant", "content": "", "reasoning_content": "this"}
+    assert made[2] == {"role": "user", "content": ""}
+    assert "content" not in made[3]
+
+
+def test_a_conversation_with_null_content_is_answered(server: Running) -> None:
+    null, empty = ([*HELLO, {"role": "assistant", "content": content}, *HELLO] for content in (None, ""))
+    assert (
+        answered(server, {"messages": null, **FEW})["digest"] == answered(server, {"messages": empty, **FEW})["digest"]
+    )
+    assert refusal(server, {"messages": [{"role": "user"}]})["message"] == "messages[0] (user) has no content"
+
+
+# Aliases
+
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 2]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+WRAPPED: Any = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+REGEX: Any = {"type": "regex", "regex": "a{3}b"}
+CHOICE: Any = {"type": "choice", "choice": ["yes", "no"]}
+GRAMMAR: Any = {"type": "grammar", "grammar": 'start: "ja" | "nein"'}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ({"n_predict": 4}, {"max_tokens": 4}),
+        ({"grammar": GRAMMAR["grammar"]}, {"response_format": GRAMMAR}),
+        ({"grammar": ""}, {}),
+        ({"json_schema": SCHEMA}, {"response_format": WRAPPED}),
+        ({"guided_json": SCHEMA}, {"response_format": WRAPPED}),
+        ({"guided_json": json.dumps(SCHEMA)}, {"response_format": WRAPPED}),
+        ({"guided_regex": "a{3}b"}, {"response_format": REGEX}),
+        ({"guided_choice": ["yes", "no"]}, {"response_format": CHOICE}),
+        ({"guided_grammar": GRAMMAR["grammar"]}, {"response_format": GRAMMAR}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"response_format": WRAPPED}),
+        ({"structured_outputs": {"regex": "a{3}b", "json_object": False}}, {"response_format": REGEX}),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, {"response_format": CHOICE}),
+        ({"structured_outputs": {"grammar": GRAMMAR["grammar"]}}, {"response_format": GRAMMAR}),
+        ({"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object"}}),
+        ({"structured_outputs": {"disable_any_whitespace": True}}, {}),
+        ({"guided_regex": "a{3}b", "response_format": {"type": "text"}}, {"response_format": REGEX}),
+    ],
+)
+def test_a_field_of_another_engine_is_ours_by_another_name(
+    path: str, theirs: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    kind: type[GenerationBody] = ChatBody if path == CHAT else CompletionBody
+    whole = {"messages": HELLO} if path == CHAT else {"prompt": "hello"}
+    made, expected = (kind.model_validate({**whole, "seed": 3, **given}).sampling() for given in (theirs, ours))
+    assert made == expected
+
+
+def test_an_answer_follows_a_format_by_another_name(server: Running) -> None:
+    made = answered(server, {"messages": HELLO, "guided_choice": ["yes", "no"], **FEW})
+    assert made["choices"][0]["message"]["content"] in ("yes", "no")
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    answer = answered(server, {"messages": HELLO, "json_schema": SCHEMA, "tools": tools, **FEW, "max_tokens": 64})
+    assert "content" in answer["choices"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"repeat_penalty": 1.5, "repetition_penalty": 1.2}, "repeat_penalty"),
+        ({"max_tokens": 5, "n_predict": 6}, "n_predict"),
+        ({"response_format": REGEX, "guided_choice": ["a"]}, "guided_choice"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        ({"guided_json": "[]"}, "guided_json"),
+        ({"guided_choice": [""]}, "guided_choice"),
+    ],
+)
+def test_two_names_with_two_values_are_refused(server: Running, body: dict[str, Any], param: str) -> None:
+    error = refusal(server, {"messages": HELLO, **body})
+    assert error["param"] == param
+    assert param.rpartition(".")[2] in error["message"]
+
+
+def test_aliases_are_those_that_python_and_the_command_line_answer() -> None:
+    for alias, name in {**ALIASES, **FORMAT_ALIASES}.items():
+        if alias != name:
+            assert OTHER_ENGINES[alias] == f"it is called {name} here"
+    assert "cache_prompt" in OTHER_ENGINES
+
+
+def test_every_answer_has_the_mark_of_the_configuration(server: Running) -> None:
+    marks = {answered(server, {"messages": HELLO, **FEW})["system_fingerprint"]}
+    marks |= {answered(server, {"prompt": "x", **FEW}, COMPLETION)["system_fingerprint"]}
+    events = server.post(CHAT, {"messages": HELLO, **FEW, "stream": True}).text.split("\n\n")
+    marks |= {json.loads(event[6:])["system_fingerprint"] for event in events if event.startswith("data: {")}
+    assert len(marks) == 1
+    assert re.fullmatch(r"fp_[0-9a-f]{12}", marks.pop())

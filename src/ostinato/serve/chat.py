@@ -13,7 +13,7 @@ from ostinato.llm import LLM
 from ostinato.options import Sampling
 from ostinato.serve import logprobs
 from ostinato.serve.answers import TokenUpdate
-from ostinato.serve.conversation import AnswerDeltas, ChatRequest, rendered, submitted
+from ostinato.serve.conversation import AnswerDeltas, ChatRequest, effort_options, ignored_header, rendered, submitted
 from ostinato.serve.log import Record
 from ostinato.serve.reply import reply
 from ostinato.serve.service import Service
@@ -28,28 +28,47 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     record: Record = request.state.record
     llm = service.llm(body.model)
     n = body.n or 1
-    asked = await service.in_thread(conversation, body)
+    asked, ignored = await service.in_thread(conversation, llm, body)
     answers, reader = await submitted(service, llm, asked, n, record)
     choices = [ChatChoice(index, llm.tokenizer, reader(), bool(body.logprobs)) for index in range(n)]
     kinds = ("chat.completion", "chat.completion.chunk")
-    return await reply(service, request, body, answers, choices, f"chatcmpl-{record.id}", kinds)
+    headers = ignored_header(ignored)
+    return await reply(service, request, body, answers, choices, f"chatcmpl-{record.id}", kinds, headers)
 
 
 # Before
 
 
-def conversation(body: ChatBody) -> ChatRequest:
-    """The body, checked."""
+def conversation(llm: LLM, body: ChatBody) -> tuple[ChatRequest, list[str]]:
+    """The body, checked; and the names of its fields that have no effect."""
     tools = read_tools(body.tools)
     choice = read_choice(body.tool_choice, tools)
-    return ChatRequest(
+    options, ignored = _template_options(llm, body)
+    asked = ChatRequest(
         messages=[message.for_template() for message in body.messages],
         sampling=body.sampling(),
         tools=tools if choice != "none" else (),
         choice=choice,
         parallel=body.parallel_tool_calls is not False,
-        template_options=body.chat_template_kwargs or {},
+        template_options=options,
     )
+    return asked, [*body.ignored, *ignored]
+
+
+def _template_options(llm: LLM, body: ChatBody) -> tuple[dict[str, Any], list[str]]:
+    """The variables of the template, and the names of fields for which it has none."""
+    options: dict[str, Any] = {}
+    ignored = []
+    if body.reasoning_effort is not None:
+        known = effort_options(llm.template, body.reasoning_effort)
+        options |= known or {}
+        ignored += ["reasoning_effort"] if known is None else []
+    if body.verbosity is not None:
+        if llm.template is not None and "verbosity" in llm.template.source:
+            options["verbosity"] = body.verbosity
+        elif body.verbosity != "medium":
+            ignored.append("verbosity")
+    return {**options, **(body.chat_template_kwargs or {})}, ignored
 
 
 def template_text(service: Service, llm: LLM, body: TemplateBody) -> str:

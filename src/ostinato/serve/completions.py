@@ -11,6 +11,7 @@ from starlette.responses import Response
 from ostinato.engine.request import check_prompt
 from ostinato.llm import LLM
 from ostinato.serve.answers import Answers, GenerationInput, TokenUpdate, repeated
+from ostinato.serve.conversation import ignored_header
 from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Record
 from ostinato.serve.logprobs import CompletionLogprobs, Entry, PendingTokens, joined
@@ -34,7 +35,8 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
     await answers.start(generate=body.max_tokens != 0)
     choices = [CompletionChoice(index, llm.tokenizer, echoes[index // n], body) for index in range(len(asks))]
     kinds = ("text_completion", "text_completion")
-    return await reply(service, request, body, answers, choices, f"cmpl-{record.id}", kinds)
+    headers = ignored_header(body.ignored)
+    return await reply(service, request, body, answers, choices, f"cmpl-{record.id}", kinds, headers)
 
 
 # Before

@@ -6,7 +6,7 @@ requested, `[DONE]`. While no token arrives, comments keep the connection alive.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -44,16 +44,23 @@ async def reply(
     choices: Sequence[Choice],
     id: str,
     kinds: tuple[str, str],
+    headers: Mapping[str, str],
 ) -> Response:
     """The response to a request whose answers have been submitted: a stream, or one object. `kinds`: the `object` of
     one object, and of a stream's chunks."""
     record: Record = request.state.record
     kind = kinds[1] if body.stream else kinds[0]
-    head = {"id": id, "object": kind, "created": int(service.clock()), "model": service.model_id}
+    head = {
+        "id": id,
+        "object": kind,
+        "created": int(service.clock()),
+        "model": service.model_id,
+        "system_fingerprint": service.system_fingerprint,
+    }
     if body.stream:
         made = events(answers, choices, head, body.stream_options or StreamOptions(), record)
-        return EventStream(made, answers, record, service.limits.write_s)
-    return await at_once(request, whole(answers, choices, head, record), answers)
+        return EventStream(made, answers, record, service.limits.write_s, headers=headers)
+    return await at_once(request, whole(answers, choices, head, record), answers, headers)
 
 
 async def events(

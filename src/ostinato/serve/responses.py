@@ -138,7 +138,7 @@ def translated(llm: LLM, body: ResponsesBody, previous: KeptResponse | None, ite
         raise Refusal(400, "input is missing, and it is required here", param="input")
     given = body.tools or []
     functions = [tool for tool in given if isinstance(tool, FunctionTool)]
-    ignored = [f"tools.{tool.type}" for tool in given if not isinstance(tool, FunctionTool)]
+    ignored = [*body.ignored, *(f"tools.{tool.type}" for tool in given if not isinstance(tool, FunctionTool))]
     tools, choice = _tools(body, functions)
     options: dict[str, Any] = {}
     if body.reasoning is not None:

@@ -15,11 +15,12 @@ from ostinato.options import MAX_LOGPROBS
 from ostinato.serve.errors import Refusal
 from ostinato.serve.sealed import unsealed
 from ostinato.serve.shapes import (
-    UNTIL_IT_ENDS,
     ChoiceFormat,
+    Effort,
     GrammarFormat,
     JsonFormat,
     JsonSchema,
+    MostTokens,
     OpenAIBody,
     RegexFormat,
     ResponseFormat,
@@ -213,7 +214,7 @@ class TextOptions(Sent):
 class ReasoningOptions(Sent):
     """How the model reasons; beyond the effort, nothing here has an effect."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: Word | None = None
     generate_summary: Word | None = None
     context: Word | None = None
@@ -225,7 +226,7 @@ class ResponsesBody(OpenAIBody):
 
     input: str | Annotated[list[Item], Field(min_length=1)] | None = None
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, description=UNTIL_IT_ENDS)] | None = None
+    max_output_tokens: MostTokens = None
     tools: list[ResponsesTool] | None = None
     tool_choice: ChoiceOfTool | None = None
     parallel_tool_calls: bool | None = None

@@ -6,6 +6,7 @@ One `Service` lives as long as its process. It knows no HTTP beyond the refusals
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -81,6 +82,7 @@ class Service:
         self._dispatcher = TokenDispatcher(asyncio.get_running_loop())
         self.tool_format = ToolFormat.for_template(llm.template, llm.tokenizer)
         self.reasoning = Reasoning.for_template(llm.template, llm.tokenizer)
+        self.system_fingerprint = _system_fingerprint(llm)
         self._longest_token = max(map(len, llm.tokenizer.shown), default=1)
         self.model = llm
         if self.state == "loading":
@@ -222,6 +224,12 @@ class Service:
             "waiting": 0 if stats is None else stats.waiting,
             "why_not_higher": list(llm.why_not),
         }
+
+
+def _system_fingerprint(llm: LLM) -> str:
+    """OpenAI's mark of a server's configuration: where it is equal, model, seed and options decide the tokens."""
+    facts = (__version__, llm.mode, llm.device, llm.dtype, llm.kv_type, llm.activations, llm.context)
+    return f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"
 
 
 def name_of(model: str) -> str:

@@ -1,7 +1,7 @@
 """The bodies that clients may send, as records: parsed once here, and the source of the OpenAPI document.
 
-A field that is accepted is honoured, or is listed in `HARMLESS`; any other is refused by its name, unless its value
-changes nothing (`NEUTRAL`, or null). Nothing here knows how an answer is computed.
+A field that is accepted is honoured, or is listed in `HARMLESS` or `NOTED`; any other is refused by its name, unless
+its value changes nothing (`NEUTRAL`, or null). Nothing here knows how an answer is computed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from ostinato.errors import listing
 from ostinato.options import MAX_LOGPROBS, MAX_SEED, MAX_STOP_STRINGS, SAMPLING_NUMBERS, Sampling
@@ -43,10 +43,35 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "use_beam_search": (False,),
     "verbosity": ("medium",),
 }
+# Accepted, because an answer has the same tokens; a value other than these has no effect, and a header says so.
+NOTED: Final[Mapping[str, tuple[Any, ...]]] = {
+    "cache_prompt": (True,),
+    "priority": (0,),
+    "timings_per_token": (False,),
+}
+# Fields that other engines have, and what each is called here; for a format, the field of `Sampling`.
+ALIASES: Final[Mapping[str, str]] = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+FORMAT_ALIASES: Final[Mapping[str, str]] = {
+    "grammar": "grammar",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json": "schema",
+    "guided_regex": "regex",
+    "json_schema": "schema",
+}
 LONGEST_STOP: Final = 1024
 UNTIL_IT_ENDS: Final = "By default an answer continues until the model ends it or the context is full."
 
+# Clients write these for "not given".
+_MINUS_ONE: Final = BeforeValidator(lambda value: None if _same(value, -1) else value)
+_EMPTY: Final = BeforeValidator(lambda value: None if value == "" else value)
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+MostTokens = Annotated[
+    Annotated[int, Field(ge=1, description=f"{UNTIL_IT_ENDS} -1 is as if it were not given.")] | None, _MINUS_ONE
+]
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+StopStrings = Annotated[StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None, _EMPTY]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 # A word of a client that is repeated in a header.
@@ -91,7 +116,7 @@ class Body(BaseModel):
     def _refuse_unknown(self) -> Body:
         known = {*type(self).model_fields, *HARMLESS}
         for name, value in (self.model_extra or {}).items():
-            if value is None or name in HARMLESS or any(_same(value, one) for one in NEUTRAL.get(name, ())):
+            if value is None or name in HARMLESS or name in NOTED or _is_one_of(value, NEUTRAL.get(name, ())):
                 continue
             if name in NEUTRAL:
                 raise Refusal(400, f"{name} is {_short(value)}; that is not supported here", param=name)
@@ -99,6 +124,20 @@ class Body(BaseModel):
                 raise Refusal(400, f"{name} is not supported here: {answer}", param=name)
             raise Refusal(400, f"{name} is not supported here; known: {listing(name, known)}", param=name)
         return self
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields that were accepted and have no effect."""
+        given = self.model_extra or {}
+        return [
+            name
+            for name, neutral in NOTED.items()
+            if given.get(name) is not None and not _is_one_of(given[name], neutral)
+        ]
+
+
+def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    return any(_same(value, one) for one in values)
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -139,6 +178,7 @@ class Message(BaseModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(default=None, description="Another name of `reasoning_content`.")
 
     @model_validator(mode="after")
     def _refuse_unknown(self) -> Message:
@@ -152,7 +192,11 @@ class Message(BaseModel):
 
     def for_template(self) -> dict[str, Any]:
         """The message as a chat template expects it."""
-        made = self.model_dump(exclude_none=True, exclude=set(self.model_extra or ()))
+        made = self.model_dump(exclude_none=True, exclude={"reasoning", *(self.model_extra or ())})
+        if self.reasoning is not None:
+            made.setdefault("reasoning_content", self.reasoning)
+        if self.content is None and "content" in self.model_fields_set and not self.tool_calls:
+            made["content"] = ""  # null was given, and nothing else is in its place
         if self.role == "developer":
             made["role"] = "system"  # OpenAI's newer name for it; templates use the old one
         return made
@@ -203,6 +247,24 @@ class GrammarFormat(Strict):
     grammar: Annotated[str, Field(min_length=1)]
 
 
+class StructuredOutputs(Strict):
+    """vLLM's name for a format: one of these."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    # What vLLM's own clients send beside it; JSON is compact here, and no other parser is tried.
+    disable_any_whitespace: bool | None = None
+    disable_fallback: bool | None = None
+    disable_additional_properties: Literal[False] | None = None
+    whitespace_pattern: None = None
+    structural_tag: None = None
+
+
 ResponseFormat = Annotated[
     TextFormat | JsonFormat | SchemaFormat | RegexFormat | ChoiceFormat | GrammarFormat, Field(discriminator="type")
 ]
@@ -228,14 +290,15 @@ class SamplingBody(Body):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, _bounds("temperature")] | None = None
     top_p: Annotated[float, _bounds("top_p")] | None = None
-    top_k: Annotated[int, _bounds("top_k")] | None = None
+    top_k: Annotated[Annotated[int, _bounds("top_k")] | None, _MINUS_ONE] = None
     min_p: Annotated[float, _bounds("min_p")] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: StopStrings = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    seed: Annotated[Annotated[int, Field(ge=0, le=MAX_SEED)] | None, _MINUS_ONE] = None
     presence_penalty: Annotated[float, _bounds("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, _bounds("frequency_penalty")] | None = None
     repetition_penalty: Annotated[float, _bounds("repetition_penalty")] | None = None
+    repeat_penalty: Annotated[float, _bounds("repetition_penalty")] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -255,9 +318,21 @@ class SamplingBody(Body):
         """The format that the answer must have."""
         return None
 
+    @model_validator(mode="after")
+    def _read_aliases(self) -> SamplingBody:
+        for alias, name in ALIASES.items():
+            value = getattr(self, alias, None)
+            if value is None:
+                continue
+            if getattr(self, name) not in (None, value):
+                raise Refusal(400, f"{alias} is another name of {name}, and each has its own value", param=alias)
+            setattr(self, name, value)
+        return self
+
     def sampling(self) -> Sampling:
         """The sampling options of the body; without a seed, a random one, so that each of `n` answers has its own."""
         same = {field.name for field in dataclasses.fields(Sampling)} & type(self).model_fields.keys()
+        same -= FORMAT_ALIASES.keys()
         stated = {name: value for name in same if (value := getattr(self, name)) is not None}
         own = {
             "max_tokens": self.most_tokens,
@@ -306,9 +381,17 @@ class OpenAIBody(SamplingBody):
 class GenerationBody(OpenAIBody):
     """The fields that chats and completions share."""
 
-    max_tokens: Annotated[int, Field(ge=1, description=UNTIL_IT_ENDS)] | None = None
+    max_tokens: MostTokens = None
+    n_predict: MostTokens = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     response_format: ResponseFormat | None = None
+    grammar: Annotated[str | None, _EMPTY] = None
+    json_schema: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: Annotated[str | None, _EMPTY] = None
+    guided_choice: list[str] | None = None
+    guided_grammar: Annotated[str | None, _EMPTY] = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -316,14 +399,55 @@ class GenerationBody(OpenAIBody):
 
     @property
     def format(self) -> ResponseFormat | None:
-        return self.response_format
+        formats = self._formats()
+        if len(formats) > 1:
+            first, second, *_ = formats
+            raise Refusal(400, f"{first} and {second} are both given; an answer has one format", param=second)
+        return next(iter(formats.values()), None)
+
+    def _formats(self) -> dict[str, ResponseFormat]:
+        """The formats that are given, by the names of their fields."""
+        found: dict[str, ResponseFormat] = {}
+        if self.response_format is not None and not isinstance(self.response_format, TextFormat):
+            found["response_format"] = self.response_format
+        for name, kind in FORMAT_ALIASES.items():
+            if (value := getattr(self, name)) is not None:
+                found[name] = _format_of(kind, value, name)
+        for name, value in (self.structured_outputs or StructuredOutputs()).model_dump(exclude_none=True).items():
+            kind = "schema" if name == "json" else name
+            if kind in FORMAT_ALIASES.values() or (name == "json_object" and value):
+                found[f"structured_outputs.{name}"] = _format_of(kind, value, f"structured_outputs.{name}")
+        return found
+
+
+def _format_of(kind: str, value: Any, field: str) -> ResponseFormat:
+    """A format as other engines write it; a schema may be its JSON text."""
+    if kind == "schema":
+        try:
+            schema = json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError):
+            schema = None
+        if not isinstance(schema, dict):
+            raise Refusal(400, f"{field} is no JSON schema; it must be an object, or its JSON text", param=field)
+        return SchemaFormat(type="json_schema", json_schema=JsonSchema(schema=schema))
+    if kind == "json_object":
+        return JsonFormat(type="json_object")
+    if not value or not all(value):
+        raise Refusal(400, f"{field} is empty, or an entry of it is; leave it out, or fill it", param=field)
+    if kind == "regex":
+        return RegexFormat(type="regex", regex=value)
+    if kind == "choice":
+        return ChoiceFormat(type="choice", choice=value)
+    return GrammarFormat(type="grammar", grammar=value)
 
 
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: MostTokens = None
+    reasoning_effort: Effort | None = None
+    verbosity: Annotated[str, Field(max_length=64)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -363,10 +487,11 @@ class CompletionBody(GenerationBody):
     """`POST /v1/completions`. A prompt is a text, token ids, or a list of either."""
 
     prompt: Texts
-    max_tokens: (
-        Annotated[int, Field(ge=0, description=f"0 makes nothing: a prompt is echoed, and scored. {UNTIL_IT_ENDS}")]
-        | None
-    ) = None
+    max_tokens: Annotated[
+        Annotated[int, Field(ge=0, description=f"0 generates nothing: a prompt is echoed, and scored. {UNTIL_IT_ENDS}")]
+        | None,
+        _MINUS_ONE,
+    ] = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
