@@ -291,6 +291,7 @@ TOOLS: Any = [
 
 def test_a_required_call_comes_back_parsed_streamed_or_not(client: openai.OpenAI) -> None:
     words: Any = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", **FEW, "max_tokens": 150}
+    words["parallel_tool_calls"] = False
     answer = client.chat.completions.create(**words)
     choice = answer.choices[0]
     assert choice.finish_reason == "tool_calls"

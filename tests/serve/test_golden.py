@@ -26,6 +26,7 @@ TOOL: Any = {
 }
 # A random model says anything; a bias makes it say this, whatever the machine's arithmetic.
 ONLY_A: Any = {"temperature": 0, "seed": 1, "max_tokens": 3}
+ONE_CALL: Any = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0, "seed": 1}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": HELLO, **ONLY_A}),
@@ -36,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat-stop": ("/v1/chat/completions", {"messages": HELLO, **ONLY_A, "max_tokens": 9, "stop": ["aaaa"]}),
     "chat-call": (
         "/v1/chat/completions",
-        {"messages": HELLO, "tools": [TOOL], "tool_choice": "required", "temperature": 0, "seed": 1},
+        {"messages": HELLO, "tools": [TOOL], **ONE_CALL},
     ),
     "response": ("/v1/responses", {"input": "hello", "temperature": 0, "seed": 1, "max_output_tokens": 3}),
     "response-call": (
@@ -44,9 +45,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "input": "hello",
             "tools": [{"type": "function", **TOOL["function"]}],
-            "tool_choice": "required",
-            "temperature": 0,
-            "seed": 1,
+            **ONE_CALL,
         },
     ),
     "message": ("/v1/messages", {"messages": HELLO, **ONLY_A}),

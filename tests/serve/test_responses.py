@@ -106,7 +106,10 @@ def test_an_answer_that_ends_is_completed(server: Running) -> None:
     [
         {"input": "hello"},
         {"input": "hello", "top_logprobs": 2, "include": ["message.output_text.logprobs"]},
-        {"input": "hello", "tools": [LOOK], "tool_choice": "required", "max_output_tokens": 150},
+        {
+            **{"input": "hello", "tools": [LOOK], "tool_choice": "required", "parallel_tool_calls": False},
+            "max_output_tokens": 150,
+        },
         {"input": "hello", "text": {"format": {"type": "json_schema", "name": "x", "schema": {"enum": ["yes"]}}}},
     ],
     ids=["text", "logprobs", "call", "schema"],
@@ -200,7 +203,7 @@ def test_instructions_and_system_messages_at_the_start_are_one_message(server: R
 
 def test_a_call_and_its_output_go_round(client: openai.OpenAI) -> None:
     words: Any = {"model": "tiny", "tools": [LOOK], "max_output_tokens": 150, "extra_body": {"seed": 3}}
-    first = client.responses.create(input="hello", tool_choice="required", **words)
+    first = client.responses.create(input="hello", tool_choice="required", parallel_tool_calls=False, **words)
     (call,) = first.output
     assert call.type == "function_call"
     assert isinstance(json.loads(call.arguments)["far"], bool)

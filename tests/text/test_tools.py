@@ -23,7 +23,7 @@ from ostinato.text.grammar import Grammars
 from ostinato.text.stream import TextStream
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tokenizer import Tokenizer
-from ostinato.text.tools import Tool, ToolFormat, read_choice, read_tools
+from ostinato.text.tools import Tool, ToolFormat, read_allowed, read_choice, read_tools
 from tests.models import tiny_text
 from tests.text.templates import CHATML, TURNS
 from tests.text.test_grammar import allowed
@@ -189,6 +189,26 @@ def test_a_choice_is_a_word_or_names_a_function() -> None:
         read_choice("required", ())
 
 
+def test_a_choice_may_allow_some_of_the_tools() -> None:
+    def choice(mode: str, *names: str) -> Any:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    assert read_allowed(choice("auto", "now"), TOOLS) == ((TOOLS[1],), "auto")
+    assert read_allowed(choice("required", "now", "weather"), TOOLS) == (tuple(TOOLS), "required")
+    assert read_allowed(choice("auto"), TOOLS) == ((), "none")
+    assert read_allowed("required", TOOLS) == (tuple(TOOLS), "required")
+    for bad, why in (
+        (choice("auto", "then"), "allows the function 'then', which is not among the tools"),
+        (choice("required"), "there are no tools"),
+        (choice("sometimes", "now"), "must have a mode"),
+        ({"type": "allowed_tools", "tools": []}, "must have a mode"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["now"]}}, "the function None"),
+    ):
+        with pytest.raises(BadInput, match=why):
+            read_allowed(bad, TOOLS)
+
+
 # Into the prompt
 
 
@@ -291,8 +311,9 @@ def test_an_answer_that_must_be_a_call_is_one(name: str, seed: int) -> None:
             jsonschema.validate(arguments, {**tool.parameters, "additionalProperties": False})
 
 
-def test_several_calls_come_only_where_they_may() -> None:
-    how = format_of(QWEN)
+@pytest.mark.parametrize("name", STYLES)
+def test_several_calls_come_only_where_they_may(name: str) -> None:
+    how = format_of(STYLES[name])
     several, single = how.grammar(TOOLS, "required"), how.grammar(TOOLS, "required", parallel=False)
     assert several is not None
     assert single is not None

@@ -20,7 +20,7 @@ from ostinato.serve.service import Service
 from ostinato.serve.shapes import ChatBody, TemplateBody
 from ostinato.text.answer import AnswerReader, CallDelta, Delta
 from ostinato.text.tokenizer import Tokenizer
-from ostinato.text.tools import read_choice, read_tools
+from ostinato.text.tools import read_allowed, read_tools
 
 
 async def chat(service: Service, body: ChatBody, request: Request) -> Response:
@@ -41,8 +41,7 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
 
 def conversation(llm: LLM, body: ChatBody) -> tuple[ChatRequest, list[str]]:
     """The body, checked; and the names of its fields that have no effect."""
-    tools = read_tools(body.tools)
-    choice = read_choice(body.tool_choice, tools)
+    tools, choice = read_allowed(body.tool_choice, read_tools(body.tools))
     options, ignored = _template_options(llm, body)
     asked = ChatRequest(
         messages=[message.for_template() for message in body.messages],

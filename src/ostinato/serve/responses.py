@@ -50,7 +50,7 @@ from ostinato.serve.service import Service
 from ostinato.serve.shapes import JsonFormat
 from ostinato.serve.stream import EventStream, at_once, encode, formatted, json_response, named_event
 from ostinato.text.answer import AnswerReader
-from ostinato.text.tools import Tool, ToolChoice, read_choice, read_tools
+from ostinato.text.tools import Tool, ToolChoice, allowed, read_choice, read_tools
 
 TOO_LONG: Final = "context_length_exceeded"
 NOT_KEPT: Final = (
@@ -173,11 +173,7 @@ def _tools(body: ResponsesBody, functions: Sequence[FunctionTool]) -> tuple[tupl
         case None | str():
             return tools, read_choice(choice, tools)
         case AllowedTools(mode=mode, tools=named):
-            names = [tool.name for tool in named if tool.type == "function"]
-            if missing := set(names) - {tool.name for tool in tools}:
-                message = f"tool_choice allows the function {min(map(str, missing))!r}, which is not among the tools"
-                raise Refusal(400, message, param="tool_choice")
-            tools = tuple(tool for tool in tools if tool.name in names)
+            tools = allowed(tools, [tool.name for tool in named if tool.type == "function"])
             return tools, read_choice(mode, tools)
         case _:
             if choice.type != "function":

@@ -88,6 +88,31 @@ def _read_tool(index: int, definition: Any) -> Tool:
     return Tool(name, text or "", parameters or {"type": "object", "properties": {}})
 
 
+def allowed(tools: Sequence[Tool], names: Sequence[Any]) -> tuple[Tool, ...]:
+    """Of the tools, those that `tool_choice` allows by name; BadInput names one that is not there."""
+    known = [tool.name for tool in tools]
+    for name in names:
+        if name not in known:
+            raise BadInput(f"tool_choice allows the function {name!r}, which is not among the tools")
+    return tuple(tool for tool in tools if tool.name in names)
+
+
+def read_allowed(choice: Any, tools: Sequence[Tool]) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """The tools that may be called, and OpenAI's `tool_choice` checked, which may be `{"type": "allowed_tools",
+    "allowed_tools": {"mode": ..., "tools": [...]}}` here."""
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return tuple(tools), read_choice(choice, tools)
+    given = choice.get("allowed_tools")
+    given = given if isinstance(given, Mapping) else {}
+    mode, listed = given.get("mode"), given.get("tools")
+    if mode not in ("auto", "required") or not isinstance(listed, list):
+        raise BadInput("tool_choice.allowed_tools must have a mode, auto or required, and a list of tools")
+    functions = [entry.get("function") if isinstance(entry, Mapping) else None for entry in listed]
+    names = [function.get("name") if isinstance(function, Mapping) else None for function in functions]
+    tools = allowed(tools, names)
+    return tools, read_choice(mode, tools)
+
+
 def read_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
     """OpenAI's `tool_choice` checked: a word, or `{"type": "function", "function": {"name": ...}}`."""
     if choice is None or choice == "auto":
@@ -195,7 +220,7 @@ class ToolFormat:
             rules.append(f"call_{number}: {begin} args_{number} {self._text(shape.end)}".rstrip())
             rules.append(f"args_{number}: %json {_json(_closed(tool.parameters))}")
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
-        more = "" if shape.between is None or not several else f"({self._text(shape.between)} call)*"
+        more = f"({self._text(shape.between)} call)*" if several else ""
         rules.append(f"calls: {self._text(shape.first)} call {more} {self._text(shape.last)}")
         return rules
 
@@ -209,14 +234,13 @@ class ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The markers of a format, the text around the arguments of a call, and around and between calls; None: one call
-    at a time."""
+    """The markers of a format, the text around the arguments of a call, and around and between calls."""
 
     markers: tuple[str, ...]
     begin: str
     end: str
     first: str = ""
-    between: str | None = None
+    between: str = ""
     last: str = ""
 
 
@@ -228,10 +252,11 @@ _SHAPES: Final[Mapping[FormatName, _Shape]] = {
     "hermes": _HERMES,
     # Values between tags are no JSON: an answer that must be a call is written the other way, and read all the same.
     "tags": _HERMES,
-    "llama": _Shape(("<|python_tag|>",), '{"name": "NAME", "parameters": ', "}"),
-    "plain": _Shape((), '{"name": "NAME", "parameters": ', "}"),
+    # Between bare objects, Llama 3 writes a semicolon. After a newline, small models repeat their call.
+    "llama": _Shape(("<|python_tag|>",), '{"name": "NAME", "parameters": ', "}", between="; "),
+    "plain": _Shape((), '{"name": "NAME", "parameters": ', "}", between="; "),
     "mistral": _Shape(_NAMED[:1], '{"name": "NAME", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]"),
-    "mistral-named": _Shape(_NAMED, "[TOOL_CALLS]NAME[ARGS]", "", between=""),
+    "mistral-named": _Shape(_NAMED, "[TOOL_CALLS]NAME[ARGS]", ""),
     "phi": _Shape(_PHI, '{"name": "NAME", "arguments": ', "}", "<|tool_call|>[", ", ", "]<|/tool_call|>"),
 }
 
