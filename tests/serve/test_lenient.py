@@ -13,6 +13,7 @@ import pytest
 from ostinato.other_engines import OTHER_ENGINES
 from ostinato.serve.chat import conversation
 from ostinato.serve.shapes import ALIASES, FORMAT_ALIASES, ChatBody, CompletionBody, GenerationBody
+from tests.cli import tiny_model
 from tests.serve.running import Running
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -266,3 +267,50 @@ def test_a_forced_answer_may_be_several_calls(server: Running) -> None:
     assert {call["function"]["name"] for call in calls} == {"look"}
     alone = answered(server, {**body, "logit_bias": {semicolon: 100}, "parallel_tool_calls": False})
     assert len(alone["choices"][0]["message"]["tool_calls"]) == 1
+
+
+# Continuing a message
+
+BEGUN: Any = [*HELLO, {"role": "assistant", "content": "The sea is"}]
+
+
+def test_a_last_message_of_the_assistant_is_continued(server: Running) -> None:
+    prompt = tiny_model.prompt_of("hello") + "The sea is"
+    ids = server.llm.tokenizer.encode_rendered(prompt)
+    expected = answered(server, {"prompt": ids, **FEW}, COMPLETION)["choices"][0]["text"]
+    parts = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "The sea is"}]}]
+    for more in (
+        {},
+        {"continue_final_message": True},
+        {"continue_final_message": True, "add_generation_prompt": False},
+        {"add_generation_prompt": False},
+        {"messages": parts},
+        {"tools": [{"type": "function", "function": {"name": "look"}}], "tool_choice": "none"},
+    ):
+        made = answered(server, {"messages": BEGUN, **FEW, **more})
+        assert made["choices"][0]["message"]["content"] == expected
+        assert made["usage"]["prompt_tokens"] == len(ids)
+    shown = server.post("/apply-template", {"messages": BEGUN, "continue_final_message": True}).json()
+    assert shown == {"prompt": prompt}
+
+
+def test_a_last_message_of_the_assistant_is_a_turn_of_its_own_where_that_is_said_or_needed(server: Running) -> None:
+    whole = server.post("/apply-template", {"messages": BEGUN}).json()["prompt"]
+    n_tokens = len(server.llm.tokenizer.encode_rendered(whole))
+    for more in ({"continue_final_message": False}, {"add_generation_prompt": True}, {"guided_choice": ["yes"]}):
+        assert answered(server, {"messages": BEGUN, **FEW, **more})["usage"]["prompt_tokens"] == n_tokens
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": HELLO, "continue_final_message": True}, "continue_final_message"),
+        ({"messages": HELLO, "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": BEGUN, "continue_final_message": True, "guided_choice": ["x"]}, "continue_final_message"),
+        ({"messages": BEGUN, "chat_template_kwargs": {"continue_final_message": False}}, "chat_template_kwargs"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(server: Running, body: dict[str, Any], param: str) -> None:
+    error = refusal(server, body)
+    assert (error["param"], param in error["message"]) == (param, True)

@@ -135,3 +135,21 @@ def test_marks_that_are_control_tokens_are_named_by_their_ids() -> None:
 def test_nothing_to_follow_is_left_alone() -> None:
     sampling = Sampling(max_tokens=3)
     assert THINK.before(sampling, "") is sampling
+
+
+@pytest.mark.parametrize(
+    ("before", "text", "reasoning", "content"),
+    [
+        ("Yes", " <think>no</think>", "", " <think>no</think>"),
+        ("<think>hm</think>Ye", "s", "", "s"),
+        ("<think>hm", " <x>\n</think>\n\nyes", " <x>", "yes"),
+        ("<think>", " on and on", " on and on", ""),
+    ],
+)
+def test_reasoning_that_began_in_a_continued_message_goes_on(
+    before: str, text: str, reasoning: str, content: str
+) -> None:
+    reader = AnswerReader(THINK.continued(before))
+    deltas = [delta for character in text for delta in reader.feed(character)] + reader.finish()
+    assert "".join(delta.reasoning for delta in deltas) == reasoning
+    assert "".join(delta.content for delta in deltas) == content

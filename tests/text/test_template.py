@@ -303,3 +303,30 @@ def test_a_process_that_was_started_early_and_not_needed_is_ended() -> None:
     with early_renderer():
         (early, _), *_ = renderer_process._spare
     assert early.poll() is not None
+
+
+# Continuing the last message
+
+
+@pytest.mark.parametrize("source", [CHATML, HEADERS, TURNS, TOOLS, PARTS, ONLY_PARTS, GENERATION])
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_prompt_that_is_continued_ends_with_the_text_of_its_last_message(source: str, parts: bool) -> None:
+    said = "The sea is"
+    content: Any = [{"type": "text", "text": said}] if parts else said
+    talk = [USER, {"role": "assistant", "content": content}]
+    with template(source) as made:
+        whole = made.render(talk, add_generation_prompt=False)
+        assert made.render(talk, continue_final_message=True) == whole[: whole.rindex(said) + len(said)]
+        # A template that trims its messages does not trim what is still being written.
+        blank = made.render([USER, {"role": "assistant", "content": "The sea is \n"}], continue_final_message=True)
+        assert blank.endswith("The sea is \n")
+
+
+def test_only_a_text_of_the_assistant_that_the_template_shows_is_continued() -> None:
+    calling = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "x", "arguments": {}}}]}
+    for talk, why in (([USER], "the role 'user'"), ([USER, calling], "tool_calls")):
+        with pytest.raises(BadInput, match=f"messages.* has {why}; only a text of the assistant"):
+            render(CHATML, talk, continue_final_message=True)
+    hides = "{% for m in messages %}{{ 'yes' if m.role == 'assistant' and loop.index > 1 else m.content }}{% endfor %}"
+    with pytest.raises(BadInput, match=r"messages\[1\] cannot be continued"):
+        render(hides, [USER, {"role": "assistant", "content": "x"}], continue_final_message=True)

@@ -14,6 +14,7 @@ from ostinato.options import Sampling
 from ostinato.serve import logprobs
 from ostinato.serve.answers import TokenUpdate
 from ostinato.serve.conversation import AnswerDeltas, ChatRequest, effort_options, ignored_header, rendered, submitted
+from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Record
 from ostinato.serve.reply import reply
 from ostinato.serve.service import Service
@@ -49,9 +50,31 @@ def conversation(llm: LLM, body: ChatBody) -> tuple[ChatRequest, list[str]]:
         tools=tools if choice != "none" else (),
         choice=choice,
         parallel=body.parallel_tool_calls is not False,
+        continues=_continues(body, forced=choice not in ("none", "auto")),
         template_options=options,
     )
     return asked, [*body.ignored, *ignored]
+
+
+def _continues(body: ChatBody, *, forced: bool) -> bool:
+    """Whether the answer continues the last message. Without a word about it, it does if that is the assistant's and
+    nothing is said of the answer's form: a schema or a call is an answer's from its first character."""
+    last, asked, opens = body.messages[-1], body.continue_final_message, body.add_generation_prompt
+    is_text = last.role == "assistant" and not last.tool_calls
+    is_free = not forced and body.format is None
+    continues = is_text and is_free and not opens if asked is None else asked
+    if continues == opens:
+        message = "continue_final_message and add_generation_prompt must differ"
+        if asked is None:
+            message = "add_generation_prompt is false, and the last message is none to continue"
+        raise Refusal(400, message, param="add_generation_prompt")
+    if continues and not is_text:
+        message = "continue_final_message is true; the last message must be a text of the assistant then"
+        raise Refusal(400, message, param="continue_final_message")
+    if continues and not is_free:
+        message = "continue_final_message is true; an answer that continues another has no format and no forced call"
+        raise Refusal(400, message, param="continue_final_message")
+    return continues
 
 
 def _template_options(llm: LLM, body: ChatBody) -> tuple[dict[str, Any], list[str]]:
@@ -76,7 +99,8 @@ def template_text(service: Service, llm: LLM, body: TemplateBody) -> str:
     if body.add_generation_prompt is not None:
         options["add_generation_prompt"] = body.add_generation_prompt
     messages = [message.for_template() for message in body.messages]
-    asked = ChatRequest(messages, Sampling(), read_tools(body.tools), template_options=options)
+    continues = bool(body.continue_final_message)
+    asked = ChatRequest(messages, Sampling(), read_tools(body.tools), continues=continues, template_options=options)
     return rendered(service, llm, asked)
 
 

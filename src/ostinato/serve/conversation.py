@@ -24,7 +24,7 @@ from ostinato.text.template import ChatTemplate
 from ostinato.text.tools import TemplateMessage, Tool, ToolChoice, ToolFormat
 
 IGNORED: Final = "x-ostinato-ignored"  # the header that names what of a request had no effect
-_OF_THE_REQUEST: Final = ("self", "messages", "tools", "documents")
+_OF_THE_REQUEST: Final = ("self", "messages", "tools", "documents", "continue_final_message")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ class ChatRequest:
         tools: the functions that the model may call; none if `choice` is none.
         choice: whether it must call one, or which.
         parallel: whether it may make several calls.
+        continues: whether the answer continues the text of the last message, the assistant's; it has no format then,
+            and no forced call.
         template_options: variables of the template.
         names: of the fields, for errors.
     """
@@ -54,6 +56,7 @@ class ChatRequest:
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = "none"
     parallel: bool = True
+    continues: bool = False
     template_options: Mapping[str, Any] = field(default_factory=dict)
     names: FieldNames = FieldNames()
 
@@ -90,6 +93,8 @@ def rendered(service: Service, llm: LLM, asked: ChatRequest) -> str:
     if asked.tools or any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
         messages = speaks.prompt_messages(messages, asked.tools)
         words["tools"] = speaks.prompt_tools(asked.tools) if asked.tools else None
+    if asked.continues:
+        words["continue_final_message"] = True
     return llm.chat_text(messages, **words)
 
 
@@ -106,14 +111,21 @@ def prepare(
         sampling = thinking.before(sampling, text)
     show = (*(speaks.markers if tools else ()), *((thinking.begin, thinking.end) if thinking is not None else ()))
 
+    said = _text_of(asked.messages[-1]) if asked.continues else ""
+
     def reader() -> AnswerReader:
         return AnswerReader(
-            None if thinking is None else thinking.parser(text),
+            None if thinking is None else thinking.continued(said) if said else thinking.parser(text),
             speaks.parser(tools) if tools else None,
             most_calls=None if asked.parallel else 1,  # an optional call has no grammar that could limit it to one
         )
 
-    return GenerationInput(llm.tokenizer.encode_rendered(text), sampling, True, show), reader
+    return GenerationInput(llm.tokenizer.encode_rendered(text), sampling, not said, show), reader
+
+
+def _text_of(message: TemplateMessage) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _calling(speaks: ToolFormat, asked: ChatRequest) -> Sampling:

@@ -454,6 +454,10 @@ class ChatBody(GenerationBody):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = Field(
+        default=None, description="Continue the text of the last message, the assistant's; by default where it is free."
+    )
+    add_generation_prompt: bool | None = Field(default=None, description="The opposite of `continue_final_message`.")
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatBody:
@@ -542,3 +546,4 @@ class TemplateBody(Body):
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None

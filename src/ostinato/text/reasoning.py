@@ -46,6 +46,12 @@ class Reasoning:
         """A parser of an answer to this prompt, whose end may have begun the reasoning already."""
         return ReasoningParser(self.begin, self.end, inside=self.is_open(prompt))
 
+    def continued(self, text: str) -> ReasoningParser | None:
+        """A parser of what continues an answer that began with this text; None if its reasoning is over."""
+        if text.rfind(self.begin) <= text.rfind(self.end):
+            return None
+        return ReasoningParser(self.begin, self.end, inside=True, fresh=False)
+
     def before(self, sampling: Sampling, prompt: str) -> Sampling:
         """`sampling` whose answer may think before it follows its rule; it must if the prompt began the reasoning."""
         rule = sampling.rule
@@ -76,10 +82,10 @@ def _part(rule: Rule) -> dict[str, object]:
 class ReasoningParser:
     """Separates reasoning, content and the markers between them; blanks around the reasoning belong to neither."""
 
-    def __init__(self, begin: str, end: str, *, inside: bool) -> None:
+    def __init__(self, begin: str, end: str, *, inside: bool, fresh: bool = True) -> None:
         self._begin, self._end = begin, end
         self._inside, self._over = inside, False
-        self._fresh = True  # at the start of the reasoning, or of what follows it
+        self._fresh = fresh  # at the start of the reasoning, or of what follows it
         self._buffer = ""
 
     def feed(self, text: str) -> list[Delta]:

@@ -8,6 +8,7 @@ it when it fails. Nothing here knows about token ids.
 from __future__ import annotations
 
 import json
+import secrets
 import signal
 import threading
 from collections.abc import Mapping, Sequence
@@ -83,13 +84,21 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Any] | None = None,
         documents: Sequence[Any] | None = None,
+        continue_final_message: bool = False,
         **options: Any,
     ) -> str:
-        """The prompt for `messages`; `options` (such as `enable_thinking`) reach the template by their names."""
+        """The prompt for `messages`; `options` (such as `enable_thinking`) reach the template by their names.
+
+        With `continue_final_message` it ends with the text of the last message, which must be the assistant's."""
+        checked = check_messages(messages)
+        mark = ""
+        if continue_final_message:
+            mark = secrets.token_hex(16)
+            checked[-1:] = [_marked(len(checked) - 1, checked[-1], mark)]
         variables = {
             **options,
-            "messages": check_messages(messages),
-            "add_generation_prompt": add_generation_prompt,
+            "messages": checked,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "tools": tools,
             "documents": documents,
         }
@@ -98,7 +107,13 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             raise BadInput(f"messages, tools and template options must be plain JSON values: {error}") from error
         with self._lock:
-            return self._ask(request)
+            text = self._ask(request)
+        if not continue_final_message:
+            return text
+        head, found, _ = text.rpartition(mark)
+        if not found:
+            raise BadInput(f"messages[{len(checked) - 1}] cannot be continued: {self.name} leaves its content out")
+        return head
 
     def start(self) -> None:
         """Start the rendering process, so that the first render need not wait for it."""
@@ -181,6 +196,18 @@ def _check_message(index: int, message: object) -> dict[str, Any]:
         kind = type(content).__name__
         raise BadInput(f"messages[{index}] ({role}) has a content of type {kind}; it must be text or a list of parts")
     return dict(message)
+
+
+def _marked(index: int, message: dict[str, Any], mark: str) -> dict[str, Any]:
+    """A message with a mark at the end of its text, where its rendering is cut: templates put text of theirs behind."""
+    if message["role"] != "assistant" or message.get("tool_calls"):
+        what = f"the role {message['role']!r}" if message["role"] != "assistant" else "tool_calls"
+        raise BadInput(f"messages[{index}] has {what}; only a text of the assistant can be continued")
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + mark}
+    *before, last = content or [{"type": "text", "text": ""}]
+    return {**message, "content": [*before, {**last, "text": last["text"] + mark}]}
 
 
 def _check_part(index: int, place: int, part: object) -> dict[str, Any]:
