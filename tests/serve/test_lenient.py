@@ -4,7 +4,10 @@ docs/serving.md."""
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +17,8 @@ from ostinato.other_engines import OTHER_ENGINES
 from ostinato.serve.chat import conversation
 from ostinato.serve.shapes import ALIASES, FORMAT_ALIASES, ChatBody, CompletionBody, GenerationBody
 from tests.cli import tiny_model
-from tests.serve.running import Running
+from tests.models import tiny_encoders
+from tests.serve.running import Running, serving
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -314,3 +318,90 @@ def test_a_last_message_of_the_assistant_is_a_turn_of_its_own_where_that_is_said
 def test_what_cannot_be_continued_is_refused(server: Running, body: dict[str, Any], param: str) -> None:
     error = refusal(server, body)
     assert (error["param"], param in error["message"]) == (param, True)
+
+
+# Images, schemas, tokens
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_image", "image"])
+def test_an_image_is_told_that_the_model_reads_none(server: Running, kind: str) -> None:
+    content = [{"type": "text", "text": "what is it?"}, {"type": kind, kind: {"url": "data:,"}}]
+    error = refusal(server, {"messages": [{"role": "user", "content": content}]})
+    assert error["message"] == f"messages[0].content[1].type is '{kind}'; this model reads no images"
+    error = refusal(server, {"input": [{"role": "user", "content": content[1:]}]}, "/v1/responses")
+    assert "this model reads no images" in error["message"]
+
+
+def test_keywords_of_a_schema_are_followed_without_effect_or_named(server: Running) -> None:
+    tags = {"type": "array", "items": {"enum": ["a"]}, "uniqueItems": True}
+    schema = {"type": "object", "properties": {"tags": tags}}
+    error = refusal(server, {"messages": HELLO, "guided_json": schema})
+    assert "properties.tags has uniqueItems" in error["message"]
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    error = refusal(server, {"messages": HELLO, "tools": [tool], "tool_choice": "required"})
+    assert error["param"] == "tools[0].function.parameters"
+    assert "properties.tags has uniqueItems" in error["message"]
+    made = answered(server, {"messages": HELLO, "guided_json": {"enum": ["yes"], "format": "our-own"}, **FEW})
+    assert made["choices"][0]["message"]["content"] == '"yes"'
+
+
+def test_tokenize_takes_a_prompt_as_vllm_does(server: Running) -> None:
+    ours = server.post("/tokenize", {"content": "the sea", "add_special": True, "with_pieces": True}).json()
+    theirs = server.post("/tokenize", {"prompt": "the sea", "return_token_strs": True}).json()
+    assert theirs == {
+        **{name: ours[name] for name in ("tokens", "count", "max_model_len")},
+        "token_strs": ours["pieces"],
+    }
+    for body in ({}, {"prompt": "a", "content": "a"}):
+        assert refusal(server, body, "/tokenize")["param"] == "content"
+    assert server.post("/tokenize", {"prompt": ""}).json()["tokens"] == server.llm.tokenize("")
+
+
+# Ranking
+
+DOCUMENTS = ["it is about time", "a", "there is no other time"]
+
+
+@pytest.fixture(scope="module")
+def ranker(tiny_files: Path) -> Iterator[Running]:
+    with serving(tiny_encoders.gguf("bert-rank", tiny_files)) as running:
+        yield running
+
+
+def test_documents_are_ranked_by_a_model_that_ranks(ranker: Running) -> None:
+    query = "what is it about?"
+    logits = ranker.llm.rank(query, DOCUMENTS)[:, 0].tolist()
+    relevance = [1 / (1 + math.exp(-logit)) for logit in logits]
+    order = sorted(range(3), key=lambda index: -logits[index])
+    made = answered(ranker, {"query": query, "documents": DOCUMENTS}, "/v1/rerank")
+    assert [one["index"] for one in made["results"]] == order
+    assert [one["document"] for one in made["results"]] == [{"text": DOCUMENTS[index]} for index in order]
+    assert [one["relevance_score"] for one in made["results"]] == pytest.approx([relevance[index] for index in order])
+    assert (made["object"], made["model"]) == ("list", "bert-rank")
+    assert made["usage"]["total_tokens"] > 0
+    objects = [{"text": text} for text in DOCUMENTS]
+    short = {"query": query, "documents": objects, "top_n": 1, "return_documents": False, "model": "bert-rank"}
+    for path in ("/rerank", "/v2/rerank"):
+        best = answered(ranker, short, path)["results"]
+        assert best == [{"index": order[0], "relevance_score": made["results"][0]["relevance_score"]}]
+
+
+def test_more_documents_than_are_ranked_at_once_have_the_same_scores(ranker: Running) -> None:
+    many = DOCUMENTS * 7
+    results = answered(ranker, {"query": "time", "documents": many}, "/v1/rerank")["results"]
+    scores = {one["index"]: one["relevance_score"] for one in results}
+    assert len(scores) == len(many)
+    assert [scores[index] for index in range(3, 21)] == pytest.approx([scores[index % 3] for index in range(3, 21)])
+
+
+def test_what_cannot_be_ranked_is_told_why(server: Running, ranker: Running) -> None:
+    error = refusal(server, {"query": "a", "documents": ["b"]}, "/v1/rerank")
+    assert (error["param"], "does not rank" in error["message"]) == ("model", True)
+    for body, param in (
+        ({"query": "a"}, "documents"),
+        ({"query": "a", "documents": []}, "documents"),
+        ({"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+        ({"query": "a", "documents": ["b", "time " * 2000]}, "documents[1]"),
+        ({"query": "a", "documents": ["b"] * 2049}, "documents"),
+    ):
+        assert refusal(ranker, body, "/v1/rerank")["param"] == param

@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 
 from ostinato.errors import BadInput, BadOption, HardwareCannot, Unsupported
 from ostinato.options import MAX_RULE_CHARACTERS, Sampling
+from ostinato.text import schema as schema_formats
 from ostinato.text.folder import tokenizer_from_folder
-from ostinato.text.grammar import Grammars, Matcher, check_multiples
+from ostinato.text.grammar import Grammars, Matcher, check_multiples, compact
 from ostinato.text.tokenizer import Tokenizer
 from tests.models import tiny_text
 
@@ -405,6 +406,50 @@ def test_a_rule_that_is_too_long_is_refused_by_its_name() -> None:
 )
 def test_small_multiples_may_be_followed(text: str) -> None:
     check_multiples(text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"type": "array", "uniqueItems": True}, "it has uniqueItems"),
+        ({"properties": {"a": {"type": "array", "uniqueItems": True, "maxItems": 2}}}, "properties.a has uniqueItems"),
+        ({"anyOf": [{}, {"items": {"format": "iri"}}]}, "anyOf.1.items has the format 'iri'"),
+        ({"$defs": {"x": {"format": "regex"}}}, "x has the format 'regex', .*these can: date, date-time, duration"),
+    ],
+)
+def test_a_keyword_that_cannot_be_followed_is_named_with_its_place(schema: dict[str, Any], why: str) -> None:
+    with pytest.raises(BadOption, match=f"^this schema cannot be followed: .*{why}"):
+        made(Sampling(schema=schema))
+    with pytest.raises(BadOption, match=f"^this schema cannot be followed: .*{why}"):
+        compact(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "boolean"}, "uniqueItems": False, "maxItems": 3},
+        {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True, "maxItems": 1},
+        {"type": "object", "properties": {"a": {"enum": ["x"], "format": "password"}}, "required": ["a"]},
+        {"type": "object", "properties": {"format": {"type": "null"}, "uniqueItems": {"const": True}}},
+        {"const": {"format": "iri", "uniqueItems": True}},
+        {"type": "integer", "minimum": 0, "maximum": 99, "format": "int32"},
+        {"$ref": "#/$defs/x", "$defs": {"x": {"enum": ["y"], "format": "our-own"}}},
+    ],
+)
+def test_a_keyword_that_asks_for_nothing_is_left_out(schema: dict[str, Any]) -> None:
+    for seed in range(4):
+        text, ended = walk(made(Sampling(schema=schema)), random.Random(seed))
+        if ended:
+            jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
+    assert ended or "properties" in schema
+
+
+def test_the_formats_that_can_be_followed_are_those_of_llguidance() -> None:
+    from llguidance import LLMatcher
+
+    for format in (*schema_formats.FORMATS, *schema_formats._NOT_FOLLOWED, "our-own"):
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "format": format}))
+        assert (LLMatcher.validate_grammar(grammar) == "") == (format in schema_formats.FORMATS), format
 
 
 # Vocabularies of models

@@ -33,11 +33,20 @@ from ostinato.serve.log import Record
 from ostinato.serve.messages import anthropic_error_event, anthropic_model, count_tokens, create_message
 from ostinato.serve.messages_body import CountBody, MessagesBody
 from ostinato.serve.metrics import CONTENT_TYPE
+from ostinato.serve.rerank import rerank
 from ostinato.serve.responses import delete, input_items, input_tokens, respond, retrieve
 from ostinato.serve.responses_body import ResponsesBody
 from ostinato.serve.responses_output import lost_event
 from ostinato.serve.service import Service
-from ostinato.serve.shapes import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TemplateBody, TokenizeBody
+from ostinato.serve.shapes import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    RerankBody,
+    TemplateBody,
+    TokenizeBody,
+)
 from ostinato.serve.stream import error_event, json_response
 
 _HERE: Final = Path(__file__).parent
@@ -195,6 +204,12 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
         return await embed(service, body, request)
 
+    @app.post("/rerank", include_in_schema=False)
+    @app.post("/v2/rerank", include_in_schema=False)  # Cohere's
+    @app.post("/v1/rerank", tags=["answers"], summary="Documents by how well they answer a query", responses=_POST)
+    async def rank_documents(body: RerankBody, request: Request) -> Response:
+        return await rerank(service, body, request)
+
 
 def _add_texts(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", tags=["text"], summary="Token ids of a text", responses=_POST)
@@ -202,9 +217,12 @@ def _add_texts(app: FastAPI, service: Service) -> None:
         llm = service.llm(body.model)
 
         def tokens() -> dict[str, Any]:
-            ids = llm.tokenize(body.content, bos=body.add_special, special=body.parse_special)
-            pieces = {"pieces": llm.tokenizer.pieces(ids)} if body.with_pieces else {}
-            return {"tokens": ids, "count": len(ids), "max_model_len": llm.context, **pieces}
+            ids = llm.tokenize(body.text, bos=body.adds_special, special=body.parse_special)
+            pieces = llm.tokenizer.pieces(ids) if body.with_pieces or body.return_token_strs else []
+            shown = ({"pieces": pieces} if body.with_pieces else {}) | (
+                {"token_strs": pieces} if body.return_token_strs else {}
+            )
+            return {"tokens": ids, "count": len(ids), "max_model_len": llm.context, **shown}
 
         return json_response(await service.in_thread(tokens))
 
@@ -421,8 +439,8 @@ def _in_plain_words(error: Mapping[str, Any], param: str) -> str | None:
         case "too_short" if given == []:
             return f"{param} is empty; give it at least 1 item"
         case "literal_error" if _PART_TYPE.fullmatch(param):
-            images = "images are not supported: " if "image" in str(given) else ""
-            return f"{param} is {str(given)[:100]!r}; {images}only text parts are"
+            why = "this model reads no images" if "image" in str(given) else "only text parts are supported"
+            return f"{param} is {str(given)[:100]!r}; {why}"
     return None
 
 

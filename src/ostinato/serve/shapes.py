@@ -524,13 +524,45 @@ class EmbeddingBody(Body):
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
 
-class TokenizeBody(Body):
-    """`POST /tokenize`."""
+class RerankDocument(Strict):
+    """A document as an object."""
 
-    content: str
+    text: str
+
+
+class RerankBody(Body):
+    """`POST /v1/rerank`."""
+
+    query: Annotated[str, Field(min_length=1)]
+    documents: Annotated[list[str | RerankDocument], Field(min_length=1)]
+    top_n: Annotated[int, Field(ge=1)] | None = Field(default=None, description="How many; by default all of them.")
+    return_documents: bool | None = Field(default=None, description="False leaves the documents' texts out.")
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`: a `content` as llama.cpp's server takes it, or a `prompt` as vLLM's does."""
+
+    content: str | None = None
+    prompt: str | None = None
     add_special: bool = Field(default=False, description="Put BOS and EOS around it, as the model's files say.")
+    add_special_tokens: bool = Field(default=True, description="The same for a `prompt`.")
     parse_special: bool = Field(default=False, description="Take the names of control tokens for the tokens.")
-    with_pieces: bool = Field(default=False, description="The text of each token too.")
+    with_pieces: bool = Field(default=False, description="The text of each token too, as `pieces`.")
+    return_token_strs: bool = Field(default=False, description="The same, as `token_strs`.")
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeBody:
+        if (self.content is None) == (self.prompt is None):
+            raise Refusal(400, "content is missing, and it is required here; or give a prompt instead", param="content")
+        return self
+
+    @property
+    def text(self) -> str:
+        return self.prompt or "" if self.content is None else self.content
+
+    @property
+    def adds_special(self) -> bool:
+        return self.add_special_tokens if self.content is None else self.add_special
 
 
 class DetokenizeBody(Body):

@@ -19,6 +19,7 @@ import numpy as np
 from ostinato.errors import BadInput, BadOption, Unsupported
 from ostinato.extras import check_structured_output
 from ostinato.options import Rule, Sampling
+from ostinato.text.schema import followable
 from ostinato.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -155,15 +156,28 @@ def _source(rule: Rule) -> str:
     from llguidance import LLMatcher
 
     if rule.kind == "schema":
-        return LLMatcher.grammar_from_json_schema(rule.text, overrides=_COMPACT)
+        return LLMatcher.grammar_from_json_schema(_followable_text(rule.text), overrides=_COMPACT)
     if rule.kind == "grammar" and rule.text.startswith('{"grammars":'):
         return rule.text  # llguidance's own form, for grammars made of several
     return LLMatcher.grammar_from_lark(as_lark(rule))
 
 
-def compact(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema for a place inside of a grammar, without free blanks."""
-    return {**schema, "x-guidance": _COMPACT}
+def _followable_text(schema: str) -> str:
+    if '"uniqueItems"' not in schema and '"format"' not in schema:
+        return schema
+    try:
+        return json.dumps(followable(json.loads(schema)))
+    except RecursionError:
+        raise BadOption("it is nested too deep") from None
+
+
+def compact(schema: Mapping[str, Any], name: str = "this schema") -> dict[str, Any]:
+    """A schema for a place inside of a grammar, without free blanks; BadOption, with its name, if it cannot be
+    followed."""
+    try:
+        return {**followable(schema), "x-guidance": _COMPACT}
+    except BadOption as error:
+        raise BadOption(f"{name} cannot be followed: {error}") from None
 
 
 def as_lark(rule: Rule) -> str:

@@ -218,7 +218,8 @@ class ToolFormat:
         for number, tool in enumerate(tools):
             begin = self._text(shape.begin.replace("NAME", tool.name))
             rules.append(f"call_{number}: {begin} args_{number} {self._text(shape.end)}".rstrip())
-            rules.append(f"args_{number}: %json {_json(_closed(tool.parameters))}")
+            name = f"tools[{number}].function.parameters of {tool.name!r}"
+            rules.append(f"args_{number}: %json {_json(_closed(tool.parameters), name)}")
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
         more = f"({self._text(shape.between)} call)*" if several else ""
         rules.append(f"calls: {self._text(shape.first)} call {more} {self._text(shape.last)}")
@@ -390,8 +391,8 @@ def _closed(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    return json.dumps(compact(schema), ensure_ascii=False)
+def _json(schema: Mapping[str, Any], name: str = "this schema") -> str:
+    return json.dumps(compact(schema, name), ensure_ascii=False)
 
 
 # Ids

@@ -1,0 +1,85 @@
+"""`POST /v1/rerank`: documents by how well they answer a query, computed beside the answers by a model that ranks.
+
+The shape is that of Jina's and Cohere's API. A generative model is refused: it has no head that ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ostinato.llm import LLM
+from ostinato.serve.errors import Refusal
+from ostinato.serve.log import Record
+from ostinato.serve.service import Service
+from ostinato.serve.shapes import RerankBody
+from ostinato.serve.stream import client_gone, json_response, while_connected
+
+AT_ONCE: Final = 16  # documents; between them, an abandoned request ends
+
+
+async def rerank(service: Service, body: RerankBody, request: Request) -> Response:
+    """The best documents first, each with a relevance between 0 and 1."""
+    record: Record = request.state.record
+    llm, limits = service.llm(body.model), service.limits
+    _check_ranks(llm)
+    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    if len(texts) > limits.inputs:
+        message = f"{len(texts)} documents were given; at most {limits.inputs} can be at once"
+        raise Refusal(400, message, param="documents")
+    record.prompt_tokens = await service.in_thread(_n_tokens, llm, body.query, texts)
+    scores = await while_connected(request.receive, _scores(service, llm, body.query, texts))
+    if scores is None:
+        return client_gone(record)
+    service.metrics.prompt_tokens.inc(record.prompt_tokens)
+    best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
+    results = [
+        {"index": index, "relevance_score": scores[index]}
+        | ({"document": {"text": texts[index]}} if body.return_documents is not False else {})
+        for index in best
+    ]
+    usage = {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens}
+    content = {"id": f"rerank-{record.id}", "object": "list", "model": service.model_id}
+    return json_response({**content, "results": results, "usage": usage})
+
+
+def _check_ranks(llm: LLM) -> None:
+    n_classes = llm.shape.n_classes
+    if n_classes is None:
+        raise Refusal(400, "this model does not rank texts; serve a reranker, such as a cross-encoder", param="model")
+    if n_classes != 1:
+        message = f"this model sorts texts into {n_classes} classes; a reranker has one score"
+        raise Refusal(400, message, param="model")
+
+
+def _n_tokens(llm: LLM, query: str, texts: Sequence[str]) -> int:
+    """Tokens of all pairs of query and document, which must fit the context."""
+    n_query, n_end = len(llm.tokenize(query)), len(llm.tokenizer.suffix)
+    n_pairs = [n_query + len(llm.tokenize(text, bos=False)) + n_end for text in texts]
+    for index, n in enumerate(n_pairs):
+        if n > llm.context:
+            message = f"query and documents[{index}] have {n} tokens, and the context holds {llm.context}; shorten one"
+            raise Refusal(400, message, param=f"documents[{index}]", code="context_length_exceeded")
+    return sum(n_pairs)
+
+
+async def _scores(service: Service, llm: LLM, query: str, texts: Sequence[str]) -> list[float]:
+    scores: list[float] = []
+    for start in range(0, len(texts), AT_ONCE):
+        found = await service.beside(llm.rank, query, texts[start : start + AT_ONCE])
+        scores += [relevance(float(score)) for score in found[:, 0]]
+    return scores
+
+
+def relevance(score: float) -> float:
+    """A model's score, which is any number, as a relevance between 0 and 1.
+
+    >>> relevance(0.0), relevance(-1000.0), relevance(1000.0)
+    (0.5, 0.0, 1.0)
+    """
+    small = math.exp(-abs(score))
+    return (1.0 if score >= 0 else small) / (1.0 + small)
