@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "messages": HELLO,
             "tools": [{"name": "look", "input_schema": TOOL["function"]["parameters"]}],
-            "tool_choice": {"type": "any"},
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
             "temperature": 0,
             "seed": 1,
             "max_tokens": 150,

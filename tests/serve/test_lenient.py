@@ -232,6 +232,18 @@ def test_two_names_with_two_values_are_refused(server: Running, body: dict[str, 
     assert param.rpartition(".")[2] in error["message"]
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_a_format_that_cannot_be_followed_is_named_as_it_was_given(server: Running, path: str) -> None:
+    body = {"messages": HELLO} if path == CHAT else {"prompt": "hello"}
+    for more, param in (
+        ({"guided_regex": "(unclosed"}, "guided_regex"),
+        ({"grammar": "start: nowhere"}, "grammar"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json"),
+        ({"response_format": {"type": "regex", "regex": "(unclosed"}}, "response_format"),
+    ):
+        assert refusal(server, {**body, **more}, path)["param"] == param
+
+
 def test_aliases_are_those_that_python_and_the_command_line_answer() -> None:
     for alias, name in {**ALIASES, **FORMAT_ALIASES}.items():
         if alias != name:

@@ -21,6 +21,8 @@ from tests.serve.running import DEADLINE_S, Running, only, serving
 PATH, CHAT, COUNT = "/v1/messages", "/v1/chat/completions", "/v1/messages/count_tokens"
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 HELLO: Any = {"role": "user", "content": "hello"}
+BEGUN: Any = {"role": "assistant", "content": "The sea is"}
+ONE_CALL: Any = {"type": "any", "disable_parallel_tool_use": True}
 FEW: Any = {"max_tokens": 12, "seed": 3}
 LOOK: Any = {
     "name": "look",
@@ -120,7 +122,7 @@ def test_a_message_is_the_answer_of_a_chat(client: anthropic.Anthropic, server: 
     ("body", "kinds"),
     [
         ({}, ["text_delta"]),
-        ({"tools": [LOOK], "tool_choice": {"type": "any"}, "max_tokens": 150}, ["input_json_delta"]),
+        ({"tools": [LOOK], "tool_choice": ONE_CALL, "max_tokens": 150}, ["input_json_delta"]),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"enum": ["yes"]}}}}, ["text_delta"]),
     ],
     ids=["text", "call", "schema"],
@@ -301,13 +303,20 @@ def test_a_conversation_of_five_turns_finds_its_prefix_in_memory(client: anthrop
     assert max(fresh[1:]) < 100, fresh
 
 
+def test_a_last_message_of_the_assistant_is_continued(server: Running) -> None:
+    made = ask(server, {"messages": [HELLO, BEGUN]})
+    assert made["digest"] == chat_digest(server, [HELLO, BEGUN], continue_final_message=True)
+    parts = [{"type": "text", "text": "The sea"}, {"type": "text", "text": " is"}]
+    assert ask(server, {"messages": [HELLO, {**BEGUN, "content": parts}]})["digest"] == made["digest"]
+
+
 # Tools
 
 
 def test_a_call_and_its_result_go_round(client: anthropic.Anthropic) -> None:
     words: Any = {"model": "tiny", "tools": [LOOK], "max_tokens": 150, "extra_body": {"seed": 3}}
-    made = client.messages.create(messages=[HELLO], tool_choice={"type": "any"}, **words)
-    with client.messages.stream(messages=[HELLO], tool_choice={"type": "any"}, **words) as streamed:
+    made = client.messages.create(messages=[HELLO], tool_choice=ONE_CALL, **words)
+    with client.messages.stream(messages=[HELLO], tool_choice=ONE_CALL, **words) as streamed:
         final = streamed.get_final_message()
     assert made.stop_reason == final.stop_reason == "tool_use"
     for block in (made.content[0], final.content[0]):
@@ -342,7 +351,7 @@ def test_which_tool_is_called_can_be_chosen(server: Running) -> None:
 
 
 def test_a_call_that_is_cut_has_the_input_so_far(server: Running) -> None:
-    body = {"tools": [LOOK], "tool_choice": {"type": "any"}, "temperature": 0}
+    body = {"tools": [LOOK], "tool_choice": ONE_CALL, "temperature": 0}
     whole = ask(server, {**body, "max_tokens": 150})
     n = whole["usage"]["output_tokens"]
     found = [ask(server, {**body, "max_tokens": limit}) for limit in range(n - 12, n)]
@@ -468,7 +477,7 @@ def test_a_client_that_would_leave_the_conversation_to_the_server_is_told_to_sen
         return f"a sea, {far=}"
 
     runner = client.beta.messages.tool_runner(
-        model="tiny", messages=[HELLO], tools=[look], tool_choice={"type": "any"}, max_tokens=150, max_iterations=3
+        model="tiny", messages=[HELLO], tools=[look], tool_choice=ONE_CALL, max_tokens=150, max_iterations=3
     )
     assert [message.stop_reason for message in runner] == ["tool_use"] * 3
     assert "send the whole conversation" in refused(
@@ -500,7 +509,8 @@ def test_a_client_that_would_leave_the_conversation_to_the_server_is_told_to_sen
         ({"messages": [HELLO, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "call_1", "content": [text("x"), {"type": "image"}]},
         ]}]}, "messages[2].content[0].content[1] is of the type 'image'; this model reads no images"),
-        ({"messages": [HELLO, {"role": "assistant", "content": "I"}]}, "messages[1]: the last message is the assist"),
+        ({"messages": [HELLO, {"role": "assistant", "content": [USE]}]}, "messages[1] is the assistant's and calls a"),
+        ({"messages": [HELLO, BEGUN], "tools": [LOOK], "tool_choice": ONE_CALL}, "messages[1]: the last message is"),
         ({"system": [{"type": "image"}]}, "system[0] is of the type 'image'"),
         ({"system": 5}, "system: "),
         ({"temperature": "warm"}, "temperature: "),

@@ -14,7 +14,7 @@ from ostinato.options import Sampling
 from ostinato.serve import logprobs
 from ostinato.serve.answers import TokenUpdate
 from ostinato.serve.conversation import AnswerDeltas, ChatRequest, effort_options, ignored_header, rendered, submitted
-from ostinato.serve.errors import Refusal
+from ostinato.serve.errors import Refusal, renamed
 from ostinato.serve.log import Record
 from ostinato.serve.reply import reply
 from ostinato.serve.service import Service
@@ -29,8 +29,9 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     record: Record = request.state.record
     llm = service.llm(body.model)
     n = body.n or 1
-    asked, ignored = await service.in_thread(conversation, llm, body)
-    answers, reader = await submitted(service, llm, asked, n, record)
+    with renamed(body.renamed):
+        asked, ignored = await service.in_thread(conversation, llm, body)
+        answers, reader = await submitted(service, llm, asked, n, record)
     choices = [ChatChoice(index, llm.tokenizer, reader(), bool(body.logprobs)) for index in range(n)]
     kinds = ("chat.completion", "chat.completion.chunk")
     headers = ignored_header(ignored)

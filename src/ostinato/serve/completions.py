@@ -12,7 +12,7 @@ from ostinato.engine.request import check_prompt
 from ostinato.llm import LLM
 from ostinato.serve.answers import Answers, GenerationInput, TokenUpdate, repeated
 from ostinato.serve.conversation import ignored_header
-from ostinato.serve.errors import Refusal
+from ostinato.serve.errors import Refusal, renamed
 from ostinato.serve.log import Record
 from ostinato.serve.logprobs import CompletionLogprobs, Entry, PendingTokens, joined
 from ostinato.serve.reply import reply
@@ -32,7 +32,8 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
     echoes = await while_connected(request.receive, _echoes(service, llm, body, prompts))
     if echoes is None:
         return client_gone(record)
-    await answers.start(generate=body.max_tokens != 0)
+    with renamed(body.renamed):
+        await answers.start(generate=body.max_tokens != 0)
     choices = [CompletionChoice(index, llm.tokenizer, echoes[index // n], body) for index in range(len(asks))]
     kinds = ("text_completion", "text_completion")
     headers = ignored_header(body.ignored)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 from starlette.datastructures import Headers
@@ -82,6 +83,19 @@ def refusal_of(error: Exception) -> Refusal:
     if isinstance(error, PromptTooLong):
         code = "context_length_exceeded"
     return Refusal(status, told(error), param=param, code=code)
+
+
+@contextmanager
+def renamed(fields: Mapping[str, str]) -> Iterator[None]:
+    """Errors of what all faces share, with the names that these fields have in the request."""
+    try:
+        yield
+    except (Refusal, OstinatoError) as error:
+        refusal = refusal_of(error)
+        name = fields.get(re.split(r"[.\[]", refusal.param or "")[0])
+        if refusal.status >= 500 or name is None:
+            raise
+        raise Refusal(refusal.status, refusal.message, param=name, code=refusal.code) from error
 
 
 def told(error: OstinatoError) -> str:

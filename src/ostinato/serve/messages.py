@@ -33,7 +33,7 @@ from ostinato.serve.messages_body import CountBody, CustomTool, MessagesBody, me
 from ostinato.serve.messages_output import NewBlock
 from ostinato.serve.service import Service
 from ostinato.serve.stream import EventStream, at_once, formatted, json_response, named_event
-from ostinato.text.tools import Tool, ToolChoice, read_choice, read_tools
+from ostinato.text.tools import TemplateMessage, Tool, ToolChoice, read_choice, read_tools
 
 PING: Final = named_event({"type": "ping"})
 _NAMES: Final = FieldNames("messages", "output_config.format")
@@ -91,17 +91,31 @@ def translated(service: Service, llm: LLM, body: CountBody) -> TranslatedMessage
         does_already = wanted == (service.reasoning is not None)
         ignored += ["thinking"] if known is None and not does_already else []
         ignored += ["thinking.budget_tokens"] if thinking.budget_tokens is not None else []
-    choice, tools = body.tool_choice, _tools(body)
+    choice, tools, messages = body.tool_choice, _tools(body), messages_of(body)
     asked = ChatRequest(
-        messages=messages_of(body),
+        messages=messages,
         sampling=body.sampling(),
         tools=tools if (chosen := _chosen(body, tools)) != "none" else (),
         choice=chosen,
         parallel=choice is None or not choice.disable_parallel_tool_use,
+        continues=_continues(body, messages[-1], chosen),
         template_options={**options, **(body.chat_template_kwargs or {})},
         names=_NAMES,
     )
     return TranslatedMessages(asked, ignored)
+
+
+def _continues(body: CountBody, last: TemplateMessage, choice: ToolChoice) -> bool:
+    """Whether the answer continues the last message: it does if that is the assistant's."""
+    if last["role"] != "assistant":
+        return False
+    where = f"messages[{len(body.messages) - 1}]"
+    if last.get("tool_calls"):
+        raise Refusal(400, f"{where} is the assistant's and calls a tool; end with the call's result", param=where)
+    if body.format is not None or choice not in ("none", "auto"):
+        told = "the last message is the assistant's; an answer that continues it has no format and no forced call"
+        raise Refusal(400, f"{where}: {told}", param=where)
+    return True
 
 
 def _tools(body: CountBody) -> tuple[Tool, ...]:

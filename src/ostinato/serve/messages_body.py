@@ -249,9 +249,6 @@ def messages_of(body: CountBody) -> list[TemplateMessage]:
         else:
             for made in _of_client(message, where, called):
                 _add(messages, made)
-    if body.messages[-1].role == "assistant":
-        told = f"{where}: the last message is the assistant's; to continue one is not supported, end with the user's"
-        raise Refusal(400, told, param=where)
     return messages
 
 

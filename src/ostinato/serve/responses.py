@@ -5,9 +5,7 @@ The body is in `responses_body.py`, items and events in `responses_output.py`, w
 
 from __future__ import annotations
 
-import re
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -15,7 +13,6 @@ from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ostinato.errors import OstinatoError
 from ostinato.llm import LLM
 from ostinato.serve.answer_parts import AnswerParts, Event
 from ostinato.serve.answers import Answers, TokenUpdate
@@ -28,7 +25,7 @@ from ostinato.serve.conversation import (
     n_prompt_tokens,
     submitted,
 )
-from ostinato.serve.errors import Refusal, refusal_of
+from ostinato.serve.errors import Refusal, renamed
 from ostinato.serve.log import Record
 from ostinato.serve.response_store import KeptResponse, ResponseStore
 from ostinato.serve.responses_body import (
@@ -57,6 +54,7 @@ NOT_KEPT: Final = (
     "this server keeps no responses (--keep-responses); send the whole conversation as input, with store false"
 )
 _NAMES: Final = FieldNames("input", "text.format")
+# Messages are numbered otherwise than the items that they are made of: an error names only the field.
 _PARAMS: Final = {"messages": "input", "prompt": "input", "response_format": "text.format"}
 _ITEM: Final[TypeAdapter[Item]] = TypeAdapter(Item)
 
@@ -67,7 +65,7 @@ async def respond(service: Service, body: ResponsesBody, request: Request) -> Re
     llm = service.llm(body.model)
     previous = _previous(service, body)
     items = [_resolved(service.responses, item) for item in body.items]
-    with _named_here():
+    with renamed(_PARAMS):
         asked = await service.in_thread(translated, llm, body, previous, items)
         answers, reader = await _submitted(service, llm, body, asked.conversation, record)
     deltas = AnswerDeltas(reader(), logprobs=body.n_logprobs is not None)
@@ -180,20 +178,6 @@ def _tools(body: ResponsesBody, functions: Sequence[FunctionTool]) -> tuple[tupl
                 message = f"tool_choice names a tool of the type {choice.type!r}; only functions can be called here"
                 raise Refusal(400, message, param="tool_choice")
             return tools, read_choice({"function": {"name": choice.name}}, tools)
-
-
-@contextmanager
-def _named_here() -> Iterator[None]:
-    """Errors of what all faces share, with the names that fields have in this API."""
-    try:
-        yield
-    except (Refusal, OstinatoError) as error:
-        refusal = refusal_of(error)
-        if refusal.status >= 500 or refusal.param is None:
-            raise
-        # Messages are numbered otherwise than the items that they were made of: only the field is named.
-        param = _PARAMS.get(re.split(r"[.\[]", refusal.param)[0], refusal.param)
-        raise Refusal(refusal.status, refusal.message, param=param, code=refusal.code) from error
 
 
 # Truncation
@@ -428,7 +412,7 @@ async def input_tokens(service: Service, body: ResponsesBody) -> Response:
     llm = service.llm(body.model)
     previous = _previous(service, body)
     items = [_resolved(service.responses, item) for item in body.items]
-    with _named_here():
+    with renamed(_PARAMS):
         asked = (await service.in_thread(translated, llm, body, previous, items)).conversation
         n_tokens = await n_prompt_tokens(service, llm, asked)
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})

@@ -405,6 +405,12 @@ class GenerationBody(OpenAIBody):
             raise Refusal(400, f"{first} and {second} are both given; an answer has one format", param=second)
         return next(iter(formats.values()), None)
 
+    @property
+    def renamed(self) -> dict[str, str]:
+        """The field that the format was given by, if it is another than `response_format`."""
+        name = next(iter(self._formats()), "response_format")
+        return {} if name == "response_format" else {"response_format": name}
+
     def _formats(self) -> dict[str, ResponseFormat]:
         """The formats that are given, by the names of their fields."""
         found: dict[str, ResponseFormat] = {}
