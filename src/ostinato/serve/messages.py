@@ -98,19 +98,19 @@ def translated(service: Service, llm: LLM, body: CountBody) -> TranslatedMessage
         tools=tools if (chosen := _chosen(body, tools)) != "none" else (),
         choice=chosen,
         parallel=choice is None or not choice.disable_parallel_tool_use,
-        continues=_continues(body, messages[-1], chosen),
+        continues=_continues(body, messages, chosen),
         template_options={**options, **(body.chat_template_kwargs or {})},
         names=_NAMES,
     )
     return TranslatedMessages(asked, ignored)
 
 
-def _continues(body: CountBody, last: TemplateMessage, choice: ToolChoice) -> bool:
+def _continues(body: CountBody, messages: Sequence[TemplateMessage], choice: ToolChoice) -> bool:
     """Whether the answer continues the last message: it does if that is the assistant's."""
-    if last["role"] != "assistant":
+    if body.messages[-1].role != "assistant":
         return False
     where = f"messages[{len(body.messages) - 1}]"
-    if last.get("tool_calls"):
+    if messages[-1].get("tool_calls"):
         raise Refusal(400, f"{where} is the assistant's and calls a tool; end with the call's result", param=where)
     if body.format is not None or choice not in ("none", "auto"):
         told = "the last message is the assistant's; an answer that continues it has no format and no forced call"
