@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import FastAPI, Query
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -23,6 +25,7 @@ from starlette.types import ASGIApp
 
 from ostinato import __version__
 from ostinato.errors import OstinatoError
+from ostinato.serve.body import route_with
 from ostinato.serve.chat import chat, template_text
 from ostinato.serve.completions import complete
 from ostinato.serve.conversation import IGNORED
@@ -130,6 +133,7 @@ def create_app(service: Service) -> ASGIApp:
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.router.route_class = route_with(partial(service.in_body_thread, parsed))
     _add_answers(app, service)
     _add_texts(app, service)
     _add_status(app, service)
@@ -378,42 +382,43 @@ def stream_error(path: str, refusal: Refusal, n_events: int) -> bytes:
 
 def _refusal(request: Request, error: Exception) -> Refusal:
     if isinstance(error, RequestValidationError):
-        return invalid_body(error)
+        # Of an empty body, or of the parameters in the URL: their places begin with the name of where they stand.
+        return invalid_body([{**one, "loc": one["loc"][1:]} for one in error.errors()])
     if not isinstance(error, HTTPException):
         return refusal_of(error)
     if isinstance(error.__cause__, Refusal):
-        return error.__cause__  # of the body, from the front, when the endpoint came to read it
+        return error.__cause__  # of the body, when the endpoint came to read it
     words = {
-        400: f"the body cannot be read: {_why_unread(error.__cause__)}",  # FastAPI raises 400 for this reason only
         404: f"there is no {request.url.path} here; /docs lists what there is",
         405: f"{request.method} is not for {request.url.path}",
     }
     return Refusal(error.status_code, words.get(error.status_code, str(error.detail)))
 
 
-def _why_unread(cause: BaseException | None) -> str:
-    match cause:
-        case UnicodeDecodeError():
-            return "it is no UTF-8"
-        case RecursionError():
-            return "it is nested too deep"
-        case ValueError():
-            return "a number in it is too long"
-    return "it is no JSON"
+def parsed(kind: type[BaseModel], body: bytes) -> BaseModel:
+    """A body as the record of its endpoint."""
+    try:
+        # Decoded here: the counts of the body hold for UTF-8, and `json` would take other encodings too.
+        return kind.model_validate(json.loads(body.decode("utf-8-sig")))
+    except json.JSONDecodeError as error:
+        raise Refusal(400, f"the body is no JSON: {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise Refusal(400, "the body cannot be read: it is no UTF-8") from error
+    except RecursionError as error:
+        raise Refusal(400, "the body cannot be read: it is nested too deep") from error
+    except ValidationError as error:
+        raise invalid_body(error.errors(include_url=False)) from None
+    except ValueError as error:
+        raise Refusal(400, "the body cannot be read: a number in it is too long") from error
 
 
 _BRANCH: Final = re.compile(r"[a-z_]+[0-9]*")
 
 
-def invalid_body(error: RequestValidationError) -> Refusal:
-    """The most specific error of a body, with the field's name."""
-    found = error.errors()
-    if not found:
-        return Refusal(400, "the body cannot be read")
+def invalid_body(found: Sequence[Mapping[str, Any]]) -> Refusal:
+    """The most specific of a body's errors, with the field's name."""
     # The deepest. A missing field says more than a type mismatch, which every other branch of a union reports.
     worst = max(found, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
-    if worst["type"] == "json_invalid":
-        return Refusal(400, f"the body is no JSON: {worst.get('ctx', {}).get('error', 'it cannot be read')}")
     param = _place(worst["loc"])
     if not param:
         return Refusal(400, "the body is empty" if worst["type"] == "missing" else "the body is no JSON object")
@@ -452,7 +457,7 @@ def _is_no_branch(error: Mapping[str, Any]) -> bool:
 
 def _place(loc: Sequence[str | int]) -> str:
     """The path of a field, such as messages[0].content; empty for the body itself."""
-    parts = [part for part in loc[1:] if isinstance(part, int) or _is_field(part)]
+    parts = [part for part in loc if isinstance(part, int) or _is_field(part)]
     for format in (["response_format"], ["text", "format"]):
         if parts[: len(format)] == format:
             del parts[len(format) : len(format) + 1]  # the type of format, by which Pydantic chose the branch

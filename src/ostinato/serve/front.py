@@ -6,7 +6,6 @@ the request's API, and no stack trace leaves the process.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import hashlib
@@ -21,6 +20,7 @@ from typing import Final
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ostinato.serve.body import ClientGone, check_counts, may_exceed, received
 from ostinato.serve.errors import Refusal, error_response, refusal_of, uses_anthropic
 from ostinato.serve.log import Record
 from ostinato.serve.service import Service
@@ -31,7 +31,6 @@ OPEN_PATHS: Final = frozenset({"/health", "/ready", "/live"})
 _PAGES: Final = frozenset({"/", "/docs"})
 # What containers call the machine that they run on; `.internal` is no domain that a web page could be served from.
 _FROM_CONTAINERS: Final = frozenset({"host.docker.internal", "gateway.docker.internal", "host.containers.internal"})
-_MOST_DISCARDED: Final = 4  # times the limit of a body, so that its sender can read why it was refused
 
 
 def holds_key(headers: Headers, sums: Sequence[bytes]) -> bool:
@@ -142,7 +141,10 @@ class Gateway:
         """Read the whole body under its limits; later readers get the body, and then the client's disconnect.
 
         The refusal of a wrong type is for those who read it: a path that does not exist is told so first."""
-        body = await self._body(headers, receive)
+        service = self._service
+        body = await received(headers, receive, service.limits)
+        if may_exceed(body, service.limits):
+            await service.in_body_thread(check_counts, body, service.limits)
         given = False
 
         async def replay() -> Message:
@@ -154,36 +156,6 @@ class Gateway:
             return {"type": "http.request", "body": body, "more_body": False}
 
         return replay
-
-    async def _body(self, headers: Headers, receive: Receive) -> bytes:
-        limits = self._service.limits
-        parts: list[bytes] = []
-        n = 0
-        announced = headers.get("content-length", "")
-        too_large = announced.isdecimal() and int(announced) > limits.body_bytes
-        began = time.monotonic()
-        while True:
-            patience = min(limits.body_s, began + limits.request_s - time.monotonic())
-            try:
-                async with asyncio.timeout(patience):
-                    message = await receive()
-            except TimeoutError:
-                raise Refusal(408, f"the rest of the body did not come within {patience:.0f} s") from None
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            n += len(message.get("body", b""))
-            too_large |= n > limits.body_bytes
-            if too_large:
-                parts.clear()
-                if time.monotonic() > began + limits.body_s or n > _MOST_DISCARDED * limits.body_bytes:
-                    break
-            else:
-                parts.append(message.get("body", b""))
-            if not message.get("more_body", False):
-                break
-        if too_large:
-            raise Refusal(413, f"the body has more than {limits.body_bytes} bytes, the most that is taken")
-        return b"".join(parts)
 
     async def _answer(self, error: Exception, scope: Scope, receive: Receive, send: Send, record: Record) -> None:
         """Answer an error that no handler caught; once the answer has begun, nothing can be sent."""
@@ -222,7 +194,3 @@ def _check_type(headers: Headers) -> None:
     packed = headers.get("content-encoding", "identity").strip().lower()
     if packed != "identity":
         raise Refusal(415, f"the body is packed with {packed}; send it as it is, without Content-Encoding")
-
-
-class ClientGone(Exception):
-    """The client disconnected before its body had arrived."""

@@ -66,6 +66,8 @@ class Service:
         self.model: LLM | None = None  # in any state
         most, age_s = options.n_kept_responses, options.keep_responses_s
         self.responses = ResponseStore(most, options.limits.kept_bytes, age_s) if most else None
+        # Bodies are parsed one at a time, never behind a long prompt or grammar.
+        self._body_thread = ThreadPoolExecutor(1, "ostinato-body")
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "ostinato-prompt")
         # Templates have one process, and so a thread of their own: a template that loops delays nothing else.
         self._template_thread = ThreadPoolExecutor(1, "ostinato-template")
@@ -113,7 +115,7 @@ class Service:
 
     def close(self) -> None:
         """Release all resources."""
-        for threads in (self._threads, self._template_thread, self._beside_threads):
+        for threads in (self._body_thread, self._threads, self._template_thread, self._beside_threads):
             threads.shutdown(wait=False, cancel_futures=True)
         if self.model is not None:
             self.model.close()
@@ -169,6 +171,10 @@ class Service:
         self.n_running -= 1
         if not self.n_running:
             self.idle.set()
+
+    async def in_body_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run work that counts or parses a body."""
+        return await asyncio.get_running_loop().run_in_executor(self._body_thread, work, *arguments)
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run work that would block the event loop: tokenizers, grammars."""
