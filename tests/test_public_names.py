@@ -19,7 +19,7 @@ NAMES = [
 ]  # fmt: skip
 METHODS = {
     "activations", "chat", "chat_ids", "chat_text", "close", "context", "decoder", "detokenize", "device", "dtype",
-    "embed", "fault", "fingerprint", "generate", "kv_type", "load_state", "logits", "mode", "rank", "save_state",
+    "each_embedding", "each_token_logprobs", "embed", "fault", "fingerprint", "generate", "kv_type", "load_state", "logits", "mode", "rank", "save_state",
     "score", "slots", "stats", "stream", "stream_chat", "submit", "threads", "token_logprobs", "tokenize", "why_not",
 }  # fmt: skip
 ASYNC_METHODS = {

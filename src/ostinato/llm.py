@@ -45,7 +45,7 @@ from ostinato.engine.request import (
 )
 from ostinato.engine.saved import largest_state_bytes, load_sequence, save_sequence
 from ostinato.engine.stats import SlotView, Stats
-from ostinato.engine.texts import TextLogprobs, logits_of, logprobs_of, scores_of, vectors_of
+from ostinato.engine.texts import TextLogprobs, each_logprobs, each_vector, logits_of, logprobs_of, scores_of
 from ostinato.errors import BadFile, BadInput, BadOption, QueueFull, Unsupported, listing
 from ostinato.extras import check_extra
 from ostinato.files import store
@@ -540,17 +540,22 @@ class LLM:
         Returns:
             A tuple with an entry for each token but the first, or a list of tuples.
         """
+        is_list = isinstance(ids, list | tuple) and bool(ids) and not hasattr(ids[0], "__index__")
+        told = list(self.each_token_logprobs(ids if is_list else [ids], top))
+        return told if is_list else told[0]
+
+    def each_token_logprobs(self, texts: Sequence[Sequence[int]], top: int = 0) -> Iterator[tuple[TokenLogprob, ...]]:
+        """`token_logprobs` of each text when it is computed; a reader that stops before the end cancels the rest."""
         if not isinstance(top, int) or isinstance(top, bool) or not 0 <= top <= MAX_LOGPROBS:
             raise BadOption(f"top is {top!r}; it must be a whole number from 0 to {MAX_LOGPROBS}")
-        is_list = isinstance(ids, list | tuple) and bool(ids) and not hasattr(ids[0], "__index__")
-        texts = [_ids(one) for one in (ids if is_list else [ids])]
-        for text in texts:
+        given = [_ids(one) for one in texts]
+        for text in given:
             self._engine.check_text(text)
-        scored = [text for text in texts if len(text) > 1]
+        scored = [text for text in given if len(text) > 1]
         n_tokens = self.tokenizer.vocab_size  # beyond it is padding of the embedding
-        found = iter(logprobs_of(self._engine, scored, top, n_tokens) if scored else ())
-        told = [_told(text, next(found)) if len(text) > 1 else () for text in texts]
-        return told if is_list else told[0]
+        found = each_logprobs(self._engine, scored, top, n_tokens) if scored else iter(())
+        for text in given:
+            yield _told(text, next(found)) if len(text) > 1 else ()
 
     def embed(
         self,
@@ -575,26 +580,39 @@ class LLM:
         Raises:
             PromptTooLong: a text does not fit the context.
         """
+        several: Sequence[Any] = [texts] if _is_one_text(texts) else _listed(texts)
+        vectors = list(self.each_embedding(several, pooling, normalize=normalize))
+        return np.stack(vectors) if vectors else np.empty((0, self.shape.hidden), np.float32)
+
+    def each_embedding(
+        self,
+        texts: Sequence[str] | Sequence[Sequence[int]],
+        pooling: str | None = None,
+        *,
+        normalize: bool | None = None,
+    ) -> Iterator[Floats]:
+        """The vector of each text, as `embed` gives it, when it is computed; a reader that stops before the end cancels
+        the rest."""
         if pooling == "none":
             raise BadOption(
                 "pooling 'none' gives a row for every token, not a vector; use LLM.decoder(embeddings=True)"
             )
         wanted = pooling or (self.shape.pooling if self.shape.pooling != "none" else None) or "mean"
-        several: Sequence[Any] = [texts] if _is_one_text(texts) else _listed(texts)
-        if not several:
-            return np.empty((0, self.shape.hidden), np.float32)
-        ids = [self.tokenize(text) if isinstance(text, str) else _ids(text) for text in several]
+        if not texts:
+            return
+        ids = [self.tokenize(text) if isinstance(text, str) else _ids(text) for text in texts]
         if self._encoder is None:
-            vectors = vectors_of(self._text_engine, ids, wanted)
+            vectors = each_vector(self._text_engine, ids, wanted)
         else:
             for text in ids:
                 check_prompt(text, shape=self.shape, context=self.context)
-            vectors = self._encoder.vectors(ids, wanted)
+            vectors = self._encoder.each_vector(ids, wanted)
         if normalize is None:
             normalize = wanted != "rank" and (self.shape.causal or self.shape.normalise)
-        if normalize:
-            vectors /= np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), np.float32(1e-12))
-        return vectors
+        for vector in vectors:
+            if normalize:
+                vector = vector / np.maximum(np.linalg.norm(vector, axis=-1, keepdims=True), np.float32(1e-12))
+            yield vector
 
     def rank(self, query: str, texts: Sequence[str]) -> Floats:
         """How well each text answers the query, by a ranking model.

@@ -1,13 +1,12 @@
 """Logits, log-probabilities and vectors of texts, as numpy arrays; each call submits one piece of work.
 
-A chunk holds as many texts as it has rows for.
+A chunk holds as many texts as it has rows for, and the engine delivers the rows of one text after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,14 +38,24 @@ def logprobs_of(
     engine: Engine, texts: Sequence[Sequence[int]], top: int = 0, n_tokens: int | None = None
 ) -> list[TextLogprobs]:
     """Log-probabilities of the tokens of texts, and the `top` most likely among the first `n_tokens` ids."""
+    return list(each_logprobs(engine, texts, top, n_tokens))
+
+
+def each_logprobs(
+    engine: Engine, texts: Sequence[Sequence[int]], top: int = 0, n_tokens: int | None = None
+) -> Iterator[TextLogprobs]:
+    """Those of each text when they are computed; a reader that stops before the end cancels the rest."""
     asked = [WorkText(ids[:-1], range(len(ids) - 1), ids[1:], engine.rope_set(len(ids))) for ids in texts]
-    found: list[list[ChunkOutput]] = [[] for _ in texts]
-    for number, output in engine.work(WorkSpec(asked, "logprobs", top, n_tokens)):
-        found[number].append(output)
     names = [field.name for field in fields(TextLogprobs)]
-    return [
-        TextLogprobs(*(np.concatenate([getattr(part, name) for part in parts]) for name in names)) for parts in found
-    ]
+    parts: list[ChunkOutput] = []
+    n_rows = 0
+    for number, output in engine.work(WorkSpec(asked, "logprobs", top, n_tokens)):
+        assert output.logprobs is not None
+        parts.append(output)
+        n_rows += len(output.logprobs)
+        if n_rows == len(asked[number].outputs):
+            yield TextLogprobs(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+            parts, n_rows = [], 0
 
 
 def vectors_of(
@@ -54,6 +63,13 @@ def vectors_of(
 ) -> Floats:
     """One vector per text, float32 [texts, hidden], from its hidden rows; or its scores [texts, classes] with pooling
     `rank`. `segments`: which of two texts each token belongs to, for encoders that tell two apart."""
+    return np.stack(list(each_vector(engine, texts, pooling, segments)))
+
+
+def each_vector(
+    engine: Engine, texts: Sequence[Sequence[int]], pooling: str, segments: Sequence[Sequence[int]] | None = None
+) -> Iterator[Floats]:
+    """The vector of each text when it is computed; a reader that stops before the end cancels the rest."""
     causal, runner = engine.shape.causal, engine.runner
     kind = pooling_named(pooling, ranks=runner.model.ranking is not None)
     head = runner.ranked if kind is Pooling.RANK else None
@@ -64,12 +80,16 @@ def vectors_of(
         WorkText(ids[: rows.stop] if causal else ids, rows, (), engine.rope_set(len(ids)), own)
         for ids, rows, own in zip(texts, asked, segments or [()] * len(texts), strict=True)
     ]
-    work = engine.work(WorkSpec(wanted, "hidden"))
-    positions = [iter(rows) for rows in asked]
-    for number, output in work:
+    n_rows = 0
+    for number, output in engine.work(WorkSpec(wanted, "hidden")):
         assert output.hidden is not None
-        pooled.add_rows(number, np.fromiter(islice(positions[number], len(output.hidden)), np.int64), output.hidden)
-    return np.stack([vector for _, vector in sorted(pooled.results().items())])
+        positions = asked[number][n_rows : n_rows + len(output.hidden)]
+        pooled.add_rows(0, np.fromiter(positions, np.int64), output.hidden)
+        n_rows += len(output.hidden)
+        if n_rows == len(asked[number]):
+            yield pooled.results()[0]
+            pooled.clear()
+            n_rows = 0
 
 
 def scores_of(engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Floats:

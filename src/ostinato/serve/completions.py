@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
@@ -76,15 +76,13 @@ async def _echoes(
     n_top = body.logprobs
     if n_top is None:
         return [Echo(text, ()) for text in texts]
-    entries = await service.beside(_entries, llm, [list(prompt.ids) for prompt in prompts], n_top)
+    entries = await service.beside(_entries(llm, [list(prompt.ids) for prompt in prompts], n_top))
     return [Echo(*echo) for echo in zip(texts, entries, strict=True)]
 
 
-def _entries(llm: LLM, prompts: list[list[int]], n_top: int) -> list[list[Entry]]:
-    return [
-        [Entry(ids[0], None), *(Entry(one.token_id, one.logprob, one.top) for one in later)]
-        for ids, later in zip(prompts, llm.token_logprobs(prompts, n_top), strict=True)
-    ]
+def _entries(llm: LLM, prompts: list[list[int]], n_top: int) -> Generator[list[Entry], None, None]:
+    for ids, later in zip(prompts, llm.each_token_logprobs(prompts, n_top), strict=True):
+        yield [Entry(ids[0], None), *(Entry(one.token_id, one.logprob, one.top) for one in later)]
 
 
 # After

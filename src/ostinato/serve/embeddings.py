@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,7 +16,7 @@ from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Record
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import EmbeddingBody, several
-from ostinato.serve.stream import client_gone, json_response, while_connected
+from ostinato.serve.stream import client_gone, encode, json_response, while_connected
 
 
 async def embed(service: Service, body: EmbeddingBody, request: Request) -> Response:
@@ -28,23 +29,34 @@ async def embed(service: Service, body: EmbeddingBody, request: Request) -> Resp
     if body.dimensions is not None and body.dimensions > llm.shape.hidden:
         message = f"dimensions is {body.dimensions}; this model's vectors have {llm.shape.hidden}"
         raise Refusal(400, message, param="dimensions")
-    ids = await service.in_thread(_ids, llm, inputs)
-    record.prompt_tokens = sum(map(len, ids))
-    vectors = await while_connected(request.receive, service.beside(lambda: llm.embed(ids).tolist()))
+    vectors = await while_connected(request.receive, _vectors(service, llm, body, inputs, record))
     if vectors is None:
         return client_gone(record)
-    service.metrics.prompt_tokens.inc(record.prompt_tokens)
-    how = body.dimensions, body.encoding_format
-    made = await service.in_thread(lambda: [shaped(vector, *how) for vector in vectors])
-    data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(made)]
+    data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
     usage = {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens}
-    content = {"object": "list", "data": data, "model": service.model_id, "usage": usage}
-    return json_response(content)
+    return json_response({"object": "list", "data": data, "model": service.model_id, "usage": usage})
 
 
-def _ids(llm: LLM, inputs: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
-    made = [llm.tokenize(text) if isinstance(text, str) else text for text in inputs]
-    for index, ids in enumerate(made):
+async def _vectors(
+    service: Service, llm: LLM, body: EmbeddingBody, inputs: Sequence[str | list[int]], record: Record
+) -> list[msgspec.Raw]:
+    """The vectors as JSON: each is encoded in the thread that computes it, because all at once would take long."""
+    ids = await service.each_in_thread(_ids(llm, inputs))
+    record.prompt_tokens = n_tokens = sum(map(len, ids))
+
+    def encoded() -> Generator[msgspec.Raw, None, None]:
+        for vector in llm.each_embedding(ids):
+            yield msgspec.Raw(encode(shaped(vector.tolist(), body.dimensions, body.encoding_format)))
+
+    made = await service.beside(encoded())
+    service.metrics.prompt_tokens.inc(n_tokens)
+    return made
+
+
+def _ids(llm: LLM, inputs: Sequence[str | list[int]]) -> Generator[list[int], None, None]:
+    """The token ids of each text, checked."""
+    for index, text in enumerate(inputs):
+        ids = llm.tokenize(text) if isinstance(text, str) else text
         if not ids:
             raise Refusal(400, f"input[{index}] is empty; give it some text", param="input")
         if max(ids) >= llm.shape.vocab:
@@ -57,7 +69,7 @@ def _ids(llm: LLM, inputs: Sequence[str] | Sequence[list[int]]) -> list[list[int
                 param="input",
                 code="context_length_exceeded",
             )
-    return made
+        yield ids
 
 
 def shaped(vector: Sequence[float], dimensions: int | None, form: str | None) -> list[float] | str:

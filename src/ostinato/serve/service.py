@@ -9,9 +9,9 @@ import asyncio
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -184,17 +184,21 @@ class Service:
         """Run work that renders a template."""
         return await asyncio.get_running_loop().run_in_executor(self._template_thread, work, *arguments)
 
-    async def beside(self, work: Callable[..., T], *arguments: Any) -> T:
+    async def each_in_thread(self, parts: Generator[T, None, None]) -> list[T]:
+        """Run work that would block the event loop, part by part; if the caller is cancelled, it ends between two."""
+        return await _each(self._threads, parts)
+
+    async def beside(self, parts: Generator[T, None, None]) -> list[T]:
         """Run work of the model beside the answers, a few at a time; refused if too much is queued.
 
-        A cancelled caller leaves the queue; work that has begun runs to its end, and its result is dropped.
+        If the caller is cancelled, the work leaves the queue, or ends after the part that is being made.
         """
         if self._n_beside > self.limits.beside_line:
             raise Refusal(429, f"{self.limits.beside_line} requests wait for embeddings or logprobs; try again later")
         self._n_beside += 1
         try:
             async with asyncio.timeout(self.limits.request_s):
-                return await asyncio.get_running_loop().run_in_executor(self._beside_threads, work, *arguments)
+                return await _each(self._beside_threads, parts)
         except TimeoutError:
             raise Refusal(408, f"no request may take longer than {self.limits.request_s:.0f} s") from None
         finally:
@@ -236,6 +240,25 @@ def _system_fingerprint(llm: LLM) -> str:
     """OpenAI's mark of a server's configuration: where it is equal, model, seed and options decide the tokens."""
     facts = (__version__, llm.mode, llm.device, llm.dtype, llm.kv_type, llm.activations, llm.context)
     return f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"
+
+
+async def _each(threads: ThreadPoolExecutor, parts: Generator[T, None, None]) -> list[T]:
+    """All parts, made in a thread. If the caller is cancelled, no more are made, and the work is closed."""
+    abandoned = threading.Event()
+
+    def make() -> list[T]:
+        made = []
+        with closing(parts):
+            for part in parts:
+                made.append(part)
+                if abandoned.is_set():
+                    break
+        return made
+
+    try:
+        return await asyncio.get_running_loop().run_in_executor(threads, make)
+    finally:
+        abandoned.set()
 
 
 def name_of(model: str) -> str:

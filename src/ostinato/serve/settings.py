@@ -32,8 +32,8 @@ class ServeLimits:
     head_s: float = 30.0  # from the first byte of a request to the end of its head
     body_s: float = 120.0  # from the end of the head to the last byte of a body
     body_gap_s: float = 30.0  # between two parts of a body
-    body_nodes: int = 100_000  # keys, objects and lists in a body; parsing these or the items takes 30 ms at most
-    body_items: int = 500_000  # items in a body, most of which can only be token ids
+    body_nodes: int = 50_000  # keys, objects and lists in a body; parsing these or the items takes 30 ms at most
+    body_items: int = 300_000  # items in a body; OpenAI takes as many tokens in one request for embeddings
     write_s: float = 60.0  # a client that reads nothing for so long is disconnected
     request_s: float = 3600.0  # from the first byte to the last
     keep_alive_s: float = 5.0  # between two comments to a request in the queue

@@ -12,11 +12,12 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from ostinato.errors import listing
 from ostinato.options import MAX_LOGPROBS, MAX_SEED, MAX_STOP_STRINGS, SAMPLING_NUMBERS, Sampling
 from ostinato.other_engines import answer_field
+from ostinato.serve.body import FailFastModel
 from ostinato.serve.errors import Refusal
 
 # Accepted and ignored: nothing of an answer would change.
@@ -78,11 +79,11 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
-class Strict(BaseModel):
+class Strict(FailFastModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
 
-class Sent(BaseModel):
+class Sent(FailFastModel):
     """A part of a body that a client may have received from a server: fields that it does not name are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -103,7 +104,7 @@ class Part(Strict):
     text: str
 
 
-class Body(BaseModel):
+class Body(FailFastModel):
     """What all bodies share: unknown fields are refused by name."""
 
     model_config = ConfigDict(
@@ -157,7 +158,7 @@ class FunctionCall(Strict):
     arguments: str
 
 
-class ToolCall(BaseModel):
+class ToolCall(FailFastModel):
     """A call that a model has made."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -167,7 +168,7 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
 
-class Message(BaseModel):
+class Message(FailFastModel):
     """One message of a conversation: text, or typed parts of text."""
 
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": False})
@@ -202,7 +203,7 @@ class Message(BaseModel):
         return made
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(FailFastModel):
     """A named schema, as OpenAI wraps it."""
 
     model_config = ConfigDict(strict=True, extra="forbid", serialize_by_alias=True)

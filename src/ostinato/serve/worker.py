@@ -9,6 +9,7 @@ is a heartbeat, sent every second from the event loop.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -149,8 +150,15 @@ async def serve(options: ServeOptions, restarts: dict[str, int], listening: sock
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
+    def load() -> LLM:
+        llm = LLM(options.model, load=options.load, talk=talk)
+        # What is loaded now stays: later collections, which stop every thread, need not visit it again (100 ms).
+        gc.collect()
+        gc.freeze()
+        return llm
+
     beating = asyncio.ensure_future(_heartbeat(tell))
-    code = await worker.run(lambda: LLM(options.model, load=options.load, talk=talk))
+    code = await worker.run(load)
     if code != FAULT_EXIT:  # the resources of a dead engine end with the process
         await loop.run_in_executor(None, service.close)
     beating.cancel()

@@ -41,19 +41,25 @@ class TextEncoder:
 
         `segments`: which of two texts each token belongs to, for models that have segment embeddings.
         """
+        return np.stack(list(self.each_vector(texts, pooling, segments)))
+
+    def each_vector(
+        self, texts: Sequence[Sequence[int]], pooling: str, segments: Sequence[Sequence[int]] | None = None
+    ) -> Iterator[Floats]:
+        """The vector of each text, batch after batch; between two batches, other callers have their turn."""
         self._opened.check()
-        found: list[Floats] = []
-        with self._lock:
-            if self._closed:
-                raise BadInput("this LLM is closed; open it again to ask more")
-            decoder = self._decoder(pooling, max(map(len, texts)))
-            for own in _batches(texts):
-                ids = [token for text in own for token in texts[text]]
-                owners = [[number] for number, text in enumerate(own) for _ in texts[text]]
-                kinds = None if segments is None else [kind for text in own for kind in segments[text]]
+        longest = max(map(len, texts))
+        for own in _batches(texts):
+            ids = [token for text in own for token in texts[text]]
+            owners = [[number] for number, text in enumerate(own) for _ in texts[text]]
+            kinds = None if segments is None else [kind for text in own for kind in segments[text]]
+            with self._lock:
+                if self._closed:
+                    raise BadInput("this LLM is closed; open it again to ask more")
+                decoder = self._decoder(pooling, longest)
                 decoder.decode(Batch(token=ids, seq_id=owners, segment=kinds))
-                found += [self._vector(decoder, number) for number in range(len(own))]
-        return np.stack(found)
+                found = [self._vector(decoder, number) for number in range(len(own))]
+            yield from found
 
     def pairs(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Floats:
         """The scores [pairs, classes] of pairs of texts, by a model that ranks."""
