@@ -7,6 +7,7 @@
     │   ├── BadTemplate                                  a chat template that raises, loops or uses too much memory
     │   ├── PromptTooLong                                does not fit the context
     │   ├── ContextTooLarge                              the context asked for does not fit the memory
+    │   ├── StderrUnwritable                             nowhere to write a server's log; told on standard output
     │   ├── Unsupported                                  a known thing that is not built here, by name
     │   └── UnknownName                       HTTP 404   a model or family that is not known
     ├── DecodeError                   exit 3  HTTP 500   a batch that the decoder refused; has a code and a reason
@@ -90,6 +91,10 @@ class PromptTooLong(BadInput):
 
     def __str__(self) -> str:
         return self.told("open the model with a larger context= (`ostinato inspect` shows what it was trained for)")
+
+
+class StderrUnwritable(BadInput):
+    """A standard error that cannot be written to, where a server's log goes."""
 
 
 class ContextTooLarge(BadInput):

@@ -35,16 +35,16 @@ def connected(server: Running) -> socket.socket:
     return socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=60)
 
 
-# Counts
+# BodyCounts
 
 
-def oracle(value: Any) -> bodies.Counts:
+def oracle(value: Any) -> bodies.BodyCounts:
     """Keys, objects and lists, and items but the first of each, of a parsed value."""
     if not isinstance(value, dict | list):
-        return bodies.Counts(0, 0)
+        return bodies.BodyCounts(0, 0)
     inside = [oracle(one) for one in (value.values() if isinstance(value, dict) else value)]
     nodes = 1 + (len(value) if isinstance(value, dict) else 0) + sum(one.nodes for one in inside)
-    return bodies.Counts(nodes, max(0, len(value) - 1) + sum(one.items for one in inside))
+    return bodies.BodyCounts(nodes, max(0, len(value) - 1) + sum(one.items for one in inside))
 
 
 def some_value(rng: random.Random, depth: int) -> Any:

@@ -164,6 +164,63 @@ def test_a_worker_whose_event_loop_hangs_is_replaced_and_its_streams_end(tiny: P
             assert http.get("/health").json()["restarts"]["hang"] >= 1
 
 
+# `ostinato serve`; at a line on standard input, the disk under its standard error is full.
+FILLED = (
+    "import os, sys, threading\n"
+    "def fill():\n"
+    "    sys.stdin.readline()\n"
+    "    os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n"
+    "    print('full', flush=True)\n"
+    "threading.Thread(target=fill, daemon=True).start()\n"
+    "from ostinato.cli import main\n"
+    "main(['serve', *sys.argv[1:]])\n"
+)
+needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+
+
+@needs_full
+def test_a_full_disk_under_the_log_ends_neither_the_supervisor_nor_its_next_worker(tiny: Path) -> None:
+    command = [sys.executable, "-c", FILLED, str(tiny), "--port", "0", "--context", "64"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as running:  # type: ignore[call-overload]  # of the pipes
+        try:
+            url = next(line for line in running.stderr if line.startswith("listening at ")).split()[2].rstrip(";")
+            next(line for line in running.stderr if line.startswith("ready: "))
+            print("now", file=running.stdin, flush=True)
+            assert running.stdout.readline() == "full\n"
+            for pid in children_of(running.pid):
+                os.kill(pid, signal.SIGKILL)
+            end = time.monotonic() + DEADLINE_S
+            while not (health := health_of(url)) or not health["ready"] or not health["restarts"]:
+                assert running.poll() is None, "the supervisor ended"
+                assert time.monotonic() < end, health
+                time.sleep(0.05)
+            # The next worker has the full standard error from its start, and answers.
+            assert httpx2.post(url + CHAT, json={"messages": HELLO, "max_tokens": 2}).status_code == 200
+            running.terminate()
+            assert running.wait(DEADLINE_S) == 0
+        finally:
+            running.kill()
+
+
+def health_of(url: str) -> dict[str, Any]:
+    """Empty while a connection of the killed worker is being closed."""
+    try:
+        health: dict[str, Any] = httpx2.get(url + "/health").json()
+    except httpx2.TransportError:
+        return {}
+    return health
+
+
+@needs_full
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-", "2</dev/null"])
+def test_a_standard_error_that_cannot_be_written_to_is_told_on_standard_output(tiny: Path, redirection: str) -> None:
+    command = f'exec "{sys.executable}" -m ostinato serve "{tiny}" --port 0 {redirection}'
+    ran = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S)
+    assert ran.returncode == 2
+    assert ran.stdout.startswith("error: cannot write to standard error, where the log goes: ")
+
+
 def test_a_killed_worker_is_replaced(tiny: Path) -> None:
     with program(str(tiny), "--port", "0", "--context", "64") as running:
         running.until("ready: ")

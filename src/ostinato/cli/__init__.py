@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Annotated, Final
 
@@ -19,7 +20,7 @@ import typer
 from ostinato import __version__
 from ostinato.cli.groups import Verbose, Verbs, show_help
 from ostinato.cli.output import ReaderGone, drop_output, is_verbose, prepare, talk, told, write_line
-from ostinato.errors import HardwareCannot, OstinatoError
+from ostinato.errors import BadInput, HardwareCannot, OstinatoError, StderrUnwritable
 
 # Every verb and group: its module, and the first sentence of its help, so that `--help` lists them without importing
 # them. The module of `bench` is the one that adds the last verb to it.
@@ -131,6 +132,9 @@ def _refuse(error: OstinatoError) -> int:
     if error.exit_code == OstinatoError.exit_code:
         return _blame_ourselves(error)
     talk(f"error: {told(error)}")
+    if isinstance(error, StderrUnwritable):
+        with suppress(BadInput, ReaderGone):
+            write_line(f"error: {told(error)}")
     if is_verbose() and error.__cause__ is not None:
         talk(f"caused by {type(error.__cause__).__name__}: {error.__cause__}")
     return error.exit_code

@@ -5,6 +5,7 @@ Every verb writes through here. Nothing here decides what is written.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from ostinato.errors import BadInput, OstinatoError, PromptTooLong
+from ostinato.processes import keep_stderr
 
 _UTF8: Final = ("utf-8", "utf8")
 
@@ -37,11 +39,12 @@ def is_verbose() -> bool:
 
 
 def prepare() -> None:
-    """Keep unencodable characters (written as `?`) and closed outputs from stopping the program."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  open as long as we run
-        getattr(sys, name).reconfigure(errors="replace")
+    """Keep unencodable characters (written as `?`), closed outputs and lost messages from stopping the program."""
+    keep_stderr()
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  open as long as we run
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def told(error: OstinatoError) -> str:

@@ -14,6 +14,8 @@ from ostinato.cli.output import talk
 from ostinato.errors import BadInput
 from ostinato.extras import check_extra
 from ostinato.files.store import DEFAULT
+from ostinato.options import Talk
+from ostinato.processes import check_stderr
 from ostinato.serve.settings import DEFAULT_HOST, DEFAULT_PORT, KEPT_S, ServeOptions
 
 _LISTENING, _SCALE = "Listening and access", "Beyond one engine"
@@ -74,16 +76,31 @@ def serve(
         keep_responses=keep_responses,
         keep_responses_s=keep_responses_s,
     )
+    say = _checked_once(talk)
     if many:
         from ostinato.scale.replicas import run_replicas
 
-        code = run_replicas(options, replicas or 1, max_replicas, ray_address, talk, routing=routing or "prefix")
+        code = run_replicas(options, replicas or 1, max_replicas, ray_address, say, routing=routing or "prefix")
     elif routing is not None:
         raise BadInput("--routing is between replicas; give --replicas too")
     else:
-        code = Supervisor(options, talk).run()
+        code = Supervisor(options, say).run()
     if code:
         raise typer.Exit(code)
+
+
+def _checked_once(talk: Talk) -> Talk:
+    """`talk`; a server whose first message cannot be written does not start. Later ones may be lost."""
+    is_first = True
+
+    def say(text: str) -> None:
+        nonlocal is_first
+        talk(text)
+        if is_first:
+            check_stderr()
+        is_first = False
+
+    return say
 
 
 def _keys_in(file: Path | None) -> list[str]:

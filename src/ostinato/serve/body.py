@@ -77,7 +77,7 @@ async def _next(receive: Receive, end: float, limits: ServeLimits) -> Message:
 # Counted
 
 
-class Counts(NamedTuple):
+class BodyCounts(NamedTuple):
     """What a body of JSON holds: keys, objects and lists; and items of objects and lists."""
 
     nodes: int
@@ -102,14 +102,14 @@ def may_exceed(body: bytes, limits: ServeLimits) -> bool:
     return len(body) > min(limits.body_nodes, limits.body_items)
 
 
-def counted(body: bytes, most_nodes: int, most_items: int) -> Counts:
+def counted(body: bytes, most_nodes: int, most_items: int) -> BodyCounts:
     """The counts of a body; of one that exceeds either limit, those up to the step that exceeds it.
 
     An item is counted by the comma before it: the first of each object and list is not. Other threads may run between
     two steps. A body that is no JSON has some counts too; the parser will refuse it.
 
     >>> counted(b'{"a": ["x, {", 1, 2], "b": {}}', 100, 100)
-    Counts(nodes=5, items=3)
+    BodyCounts(nodes=5, items=3)
     """
     nodes = items = start = 0
     in_string = False
@@ -124,7 +124,7 @@ def counted(body: bytes, most_nodes: int, most_items: int) -> Counts:
         in_string ^= len(between) % 2 == 0
         nodes += outside.count(b"{") + outside.count(b"[") + outside.count(b":")
         items += outside.count(b",")
-    return Counts(nodes, items)
+    return BodyCounts(nodes, items)
 
 
 # Parsed

@@ -25,6 +25,7 @@ from typing import Any, Final, TypeVar
 
 from ostinato.errors import OstinatoError
 from ostinato.llm import LLM
+from ostinato.processes import keep_stderr
 from ostinato.serve.app import create_app
 from ostinato.serve.http import HttpServer
 from ostinato.serve.service import Service
@@ -190,6 +191,7 @@ def _runner() -> Callable[[Coroutine[Any, Any, int]], int]:
 
 def main() -> None:
     """The worker process; its settings are the first line of standard input."""
+    keep_stderr()
     line = b""
     while not line.endswith(b"\n"):  # byte by byte: what follows belongs to the event loop
         part = os.read(0, 1)
