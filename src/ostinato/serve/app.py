@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -133,7 +132,7 @@ def create_app(service: Service) -> ASGIApp:
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.router.route_class = route_with(partial(service.in_body_thread, parsed))
+    app.router.route_class = route_with(parsed, service.in_body_thread)
     _add_answers(app, service)
     _add_texts(app, service)
     _add_status(app, service)
