@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
 from ostinato.serve import app as application
 from ostinato.serve import body as bodies
+from ostinato.serve.messages_body import MessagesBody
 from ostinato.serve.responses_body import ResponsesBody
 from ostinato.serve.service import Service
 from ostinato.serve.settings import ServeLimits, ServeOptions
@@ -76,6 +76,11 @@ MANY: dict[str, tuple[str, type[BaseModel], bytes]] = {
         json.dumps({"prompt": "x", "metadata": {f"k{i}": 1 for i in range(600_000)}}).encode(),
     ),
     "items": ("/v1/responses", ResponsesBody, json.dumps({"input": HELLO * 200_000}).encode()),
+    "anthropic": (
+        "/v1/messages",
+        MessagesBody,
+        json.dumps({"max_tokens": 5, "messages": HELLO * 200_000}).encode(),
+    ),
     "ids": ("/v1/embeddings", EmbeddingBody, json.dumps({"input": [[7] * 1000] * 1500}).encode()),
 }
 
@@ -117,16 +122,11 @@ def test_a_body_with_too_many_parts_is_refused_and_delays_no_stream(server: Runn
     assert lag[0] < max(0.05, parse_s / 2), f"the loop stood still for {lag[0]:.3f} s; parsing takes {parse_s:.3f} s"
 
 
-def kinds_of_bodies() -> dict[str, type[BaseModel]]:
+def kinds_of_bodies() -> dict[str, Any]:
     """The records of all bodies, by path."""
-    made: list[FastAPI] = []
-    front = application.create_app(Service(ServeOptions("none")))
-    made.append(front._app)  # type: ignore[attr-defined]
-    return {
-        route.path: route.body_field.field_info.annotation
-        for route in made[0].routes
-        if isinstance(route, APIRoute) and route.body_field is not None
-    }
+    front: Any = application.create_app(Service(ServeOptions("none")))
+    routes = [each for each in front._app.routes if isinstance(each, APIRoute)]
+    return {each.path: each.body_field.field_info.annotation for each in routes if each.body_field is not None}
 
 
 def lists_in(schema: Any) -> Iterator[dict[str, Any]]:
@@ -155,6 +155,7 @@ def test_every_list_of_every_body_is_given_up_at_its_first_bad_item() -> None:
         (ChatBody, {"messages": [{"rol": 1, "content": [1] * 100}] * 100}),
         (ChatBody, {"messages": HELLO, "logit_bias": {str(i): "x" for i in range(1001)}}),
         (CompletionBody, {"prompt": [-1] * 1000}),
+        (MessagesBody, {"messages": [{"role": "x", "content": [{"type": 1}] * 100}] * 100}),
         (ResponsesBody, {"input": [{"role": "x", "content": [{"type": "x"}] * 100}] * 100}),
     ],
 )
