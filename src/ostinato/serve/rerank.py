@@ -6,7 +6,7 @@ The shape is that of Jina's and Cohere's API. A generative model is refused: it 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Final
 
 from starlette.requests import Request
@@ -32,9 +32,10 @@ async def rerank(service: Service, body: RerankBody, request: Request) -> Respon
         message = f"{len(texts)} documents were given; at most {limits.inputs} can be at once"
         raise Refusal(400, message, param="documents")
     record.prompt_tokens = await service.in_thread(_n_tokens, llm, body.query, texts)
-    scores = await while_connected(request.receive, _scores(service, llm, body.query, texts))
-    if scores is None:
+    parts = await while_connected(request.receive, service.beside(_scores(llm, body.query, texts)))
+    if parts is None:
         return client_gone(record)
+    scores = [score for part in parts for score in part]
     service.metrics.prompt_tokens.inc(record.prompt_tokens)
     best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
     results = [
@@ -67,12 +68,10 @@ def _n_tokens(llm: LLM, query: str, texts: Sequence[str]) -> int:
     return sum(n_pairs)
 
 
-async def _scores(service: Service, llm: LLM, query: str, texts: Sequence[str]) -> list[float]:
-    scores: list[float] = []
+def _scores(llm: LLM, query: str, texts: Sequence[str]) -> Generator[list[float], None, None]:
     for start in range(0, len(texts), AT_ONCE):
-        found = await service.beside(llm.rank, query, texts[start : start + AT_ONCE])
-        scores += [relevance(float(score)) for score in found[:, 0]]
-    return scores
+        found = llm.rank(query, texts[start : start + AT_ONCE])
+        yield [relevance(float(score)) for score in found[:, 0]]
 
 
 def relevance(score: float) -> float:
