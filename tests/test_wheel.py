@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 LEVELS = IN_WHEELS.get(architecture(), ())
 NATIVE = Path("ostinato") / "backends" / "native"
 TAPE = Path("ostinato") / "backends" / "tape" / "src"
+SERVE = Path("ostinato") / "serve"
 # Opens a model and decodes with it; says where the object came from and what was generated.
 PROGRAM = """
 import sys
@@ -187,7 +188,12 @@ def test_a_wheel_without_objects_is_for_every_platform_and_runs_without_them(tmp
     needs_setuptools()
     wheel = built(tmp_path, objects=False)
     assert wheel.name.endswith("-py3-none-any.whl")
-    assert not [name for name in zipfile.ZipFile(wheel).namelist() if "/built/" in name]
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [name for name in names if "/built/" in name]
+    page = [path for path in (ROOT / "src" / SERVE / "vendor").rglob("*") if path.is_file()]
+    assert {path.relative_to(ROOT / "src").as_posix() for path in page} | {f"{SERVE}/page.html"} <= set(names)
+    licences = [name for name in names if ".dist-info/licenses/" in name]
+    assert len(licences) == 1 + len({path.parent for path in page if path.name == "LICENSE"})
     _, mode, n_tokens, line = Installed(tmp_path, wheel).run(PROGRAM, str(tiny_gguf))
     assert (mode, n_tokens) == ("eager", "5")
     assert "no prebuilt object is installed, and no C++ compiler" in line

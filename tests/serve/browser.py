@@ -20,7 +20,6 @@ FLAGS = (
     "--disable-sync",
     "--no-first-run",
     "--disable-dev-shm-usage",
-    "--hide-scrollbars",
     # Whatever is not this machine does not exist: the page must work without it.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )

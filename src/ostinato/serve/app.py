@@ -52,6 +52,7 @@ from ostinato.serve.shapes import (
 from ostinato.serve.stream import error_event, json_response
 
 _HERE: Final = Path(__file__).parent
+_VENDOR: Final = _HERE / "vendor"  # libraries of the page
 _ICON: Final = (
     b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><path fill="none" stroke="#2f7d6b" '
     b'stroke-width="3" stroke-linecap="round" d="M4 20c4-12 8-12 12 0s8 12 12 0"/></svg>'
@@ -313,6 +314,13 @@ def _add_status(app: FastAPI, service: Service) -> None:
 def _add_pages(app: FastAPI) -> None:
     for path, name in (("/", "page.html"), ("/docs", "docs.html")):
         _add_page(app, path, (_HERE / name).read_bytes())
+    scripts = {path.relative_to(_VENDOR).as_posix(): path.read_bytes() for path in _VENDOR.rglob("*.js")}
+
+    @app.get("/vendor/{path:path}", include_in_schema=False)
+    async def script(path: str) -> Response:
+        if path not in scripts:
+            raise HTTPException(404)
+        return Response(scripts[path], media_type="text/javascript", headers=_SCRIPT_HEADERS)
 
     @app.get("/favicon.ico", include_in_schema=False)
     async def icon() -> Response:
@@ -332,10 +340,16 @@ _PAGE_HEADERS: Final[Mapping[str, str]] = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
+# The folders of `vendor` are named after versions, so a file never changes.
+_SCRIPT_HEADERS: Final[Mapping[str, str]] = {
+    "x-content-type-options": "nosniff",
+    "cache-control": "max-age=31536000, immutable",
+}
 
 
 def policy_for(page: str) -> str:
-    """What a page may load: its own script and style, identified by their hashes, and this server's answers."""
+    """What a page may load: its own script and style, identified by their hashes, and this server's scripts and
+    answers."""
 
     def sums(tag: str) -> str:
         texts = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -343,7 +357,7 @@ def policy_for(page: str) -> str:
         return " ".join(f"'sha256-{each}'" for each in made)
 
     return (
-        f"default-src 'none'; script-src {sums('script')}; style-src {sums('style')}; connect-src 'self'; "
+        f"default-src 'none'; script-src 'self' {sums('script')}; style-src {sums('style')}; connect-src 'self'; "
         "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
