@@ -335,6 +335,11 @@ def test_conversations_are_kept_listed_renamed_deleted_and_exported(page: Page, 
     page.press("delete", "#list")
     page.driver.refresh()
     page.until(lambda: page.titles == ["the second question"], "it is gone")
+    page.find("#importFile").send_keys(str(tmp_path / "Lamps-ships.md"))
+    page.until(lambda: "no conversation" in page.find("#notice").text, "a file that is no export is refused")
+    page.find("#importFile").send_keys(str(tmp_path / "Lamps-ships.json"))
+    page.until(lambda: "Lamps & ships" in page.titles, "an exported one comes back")
+    assert page.messages == exported["messages"]
 
 
 def test_a_full_storage_is_told_and_the_chat_goes_on(page: Page) -> None:
@@ -365,6 +370,8 @@ def test_a_message_is_edited_and_an_answer_regenerated(page: Page, slow_server: 
     page.until(lambda: page.ended() and "ended by" in page.facts, "the edited question is answered")
     assert [message["content"] for message in page.messages[:1]] == ["one and a half"]
     assert len(page.messages) == 2
+    page.press("undo", "#notice")
+    assert page.messages[:3] == before[:3]
     page.press("edit", ".said.assistant")
     page.find(".said textarea").clear()
     page.find(".said textarea").send_keys("the *better* answer")
