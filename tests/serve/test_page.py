@@ -504,6 +504,28 @@ def test_an_answer_goes_on_while_another_conversation_is_looked_at(page: Page) -
     assert "600 tokens" in page.facts
 
 
+def test_two_tabs_see_each_others_conversations(page: Page, slow_server: Running) -> None:
+    page.answered("hello")
+    first = page.driver.current_window_handle
+    page.driver.switch_to.new_window("tab")
+    try:
+        Page(page.driver, slow_server.url)
+        assert page.titles == ["hello"]
+        page.answered("from the other tab")
+    finally:
+        page.driver.close()
+        page.driver.switch_to.window(first)
+    page.until(lambda: len(page.all(".said.user")) == 2, "the message of the other tab is shown")
+    assert len(page.messages) == 4
+
+
+def test_with_a_key_the_browser_asks_once_and_libraries_come_too(driver: Any, tiny: Path) -> None:
+    with serving(tiny, llm={"context": 256, "slots": 1}, keys=("a-secret-key",)) as server:
+        page = Page(driver, server.url.replace("//", "//me:a-secret-key@"))
+        page.until(lambda: page.run("return highlighter !== null && models.size > 0"), "libraries and models are there")
+        page.answered("hello")
+
+
 def right_edge(page: Page, where: str) -> list[int]:
     """The brightness of a column of pixels in the scrollbar of an element."""
     box = page.find(where).rect

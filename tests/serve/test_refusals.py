@@ -228,11 +228,13 @@ def test_a_full_line_is_told_when_to_come_again(tiny: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_key_guards_everything_but_health(tiny: Path) -> None:
+def test_a_key_guards_everything_but_health_and_the_libraries_of_the_page(tiny: Path) -> None:
     with serving(tiny, llm={"context": 64, "slots": 1}, keys=("sesame-open", "another-one")) as server:
-        for path in ("/health", "/ready", "/live"):
+        for path in ("/health", "/ready", "/live", "/vendor/marked-18.2.0/marked.umd.js"):
             assert server.get(path).status_code == 200
-        for path in ("/", "/docs", "/metrics", "/slots", "/v1/models", "/openapi.json", "/nowhere"):
+        for path in ("/vendor/../metrics", "/vendor/%2e%2e/metrics", "/vendor/x"):
+            assert server.get(path).status_code in (401, 404)
+        for path in ("/", "/docs", "/metrics", "/slots", "/v1/models", "/openapi.json", "/nowhere", "/vendor"):
             assert server.get(path).status_code == 401
             assert server.get(path, authorization="Bearer wrong-one").status_code == 401
             assert server.get(path, authorization="Bearer another-one").status_code in (200, 404)

@@ -39,7 +39,7 @@ def test_the_pages_name_nothing_outside_this_server() -> None:
 def test_what_the_page_loads_is_there_and_nothing_else_is(server: Running) -> None:
     page = (SERVE / "page.html").read_text(encoding="utf-8")
     scripts = re.findall(r'<script src="/vendor/([^"]+)">', page)
-    folder = re.search(r'HIGHLIGHT = "/vendor/([^"]+)"', page)
+    folder = re.search(r'HIGHLIGHT = location.origin \+ "/vendor/([^"]+)"', page)
     languages = re.search(r"LANGUAGES = (\[[^\]]+\])", page)
     assert folder
     assert languages

@@ -31,6 +31,8 @@ OPEN_PATHS: Final = frozenset({"/health", "/ready", "/live"})
 _PAGES: Final = frozenset({"/", "/docs"})
 # What containers call the machine that they run on; `.internal` is no domain that a web page could be served from.
 _FROM_CONTAINERS: Final = frozenset({"host.docker.internal", "gateway.docker.internal", "host.containers.internal"})
+# Public libraries of the page. A browser does not always send with a script the key that it was given for its page.
+_LIBRARIES: Final = "/vendor/"
 
 
 def holds_key(headers: Headers, sums: Sequence[bytes]) -> bool:
@@ -133,7 +135,8 @@ class Gateway:
                 f"the host {headers['host']!r} is no name of this machine; open it by its address, or guard the server "
                 "with --api-key",
             )
-        guarded = self._key_sums and scope["path"] not in OPEN_PATHS
+        path: str = scope["path"]
+        guarded = self._key_sums and path not in OPEN_PATHS and not path.startswith(_LIBRARIES)
         if guarded and not holds_key(headers, self._key_sums):
             raise Refusal(401, "no valid API key was given; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")
 
