@@ -124,9 +124,10 @@ def slow_server(tiny: Path) -> Iterator[Running]:
 
 @pytest.fixture
 def page(driver: Any, slow_server: Running) -> Page:
+    driver.get("about:blank")  # a page that is left may still keep something
+    emptied = {"origin": slow_server.url, "storageTypes": "local_storage"}
+    driver.execute_cdp_cmd("Storage.clearDataForOrigin", emptied)
     made = Page(driver, slow_server.url)
-    driver.execute_script("localStorage.clear(); sessionStorage.clear()")
-    driver.get(slow_server.url)
     made.until(lambda: made.run("return highlighter !== null && models.size > 0"), "it is there again")
     return made
 
@@ -502,6 +503,26 @@ def test_an_answer_goes_on_while_another_conversation_is_looked_at(page: Page) -
     page.driver.refresh()
     page.until(lambda: page.all(".said.assistant"), "it is kept")
     assert "600 tokens" in page.facts
+
+
+def test_a_page_that_is_left_in_the_middle_keeps_what_had_come(page: Page, slow_server: Running) -> None:
+    page.never_end()
+    page.put("max_tokens", "4000")
+    page.send("hello")
+    page.until(lambda: len(page.answer) > 20, "words come")
+    page.driver.refresh()
+    page.until(lambda: page.titles == ["hello"], "it is listed")
+    assert len(page.messages[-1]["content"]) > 20
+    assert "stopped after" in page.facts
+    page.until(lambda: slow_server.llm.stats().live == 0, "its slot is free")
+
+
+def test_reasoning_is_folded_away_and_not_sent_back(page: Page) -> None:
+    page.holds("an answer")
+    page.run("chat.messages[1].reasoning = 'let me <b>think</b>'; drawTalk()")
+    page.find(".thought summary").click()
+    assert page.find(".thought div").text == "let me <b>think</b>"
+    assert page.run("return requestBody().messages[1]") == {"role": "assistant", "content": "an answer"}
 
 
 def test_two_tabs_see_each_others_conversations(page: Page, slow_server: Running) -> None:
