@@ -545,7 +545,21 @@ class LLM:
         return told if is_list else told[0]
 
     def each_token_logprobs(self, texts: Sequence[Sequence[int]], top: int = 0) -> Iterator[tuple[TokenLogprob, ...]]:
-        """`token_logprobs` of each text when it is computed; a reader that stops before the end cancels the rest."""
+        """What `token_logprobs` gives of each text, as soon as it is computed. A reader that stops before the end
+        cancels the rest.
+
+        >>> scored = [len(one) for one in llm.each_token_logprobs([[1, 2, 3], [4, 5]])]      # doctest: +SKIP
+
+        Args:
+            texts: the token ids of each text.
+            top: that many of the most likely alternatives for each token.
+
+        Yields:
+            The entries of one text, in the order of `texts`.
+
+        Raises:
+            PromptTooLong: a text does not fit the context.
+        """
         if not isinstance(top, int) or isinstance(top, bool) or not 0 <= top <= MAX_LOGPROBS:
             raise BadOption(f"top is {top!r}; it must be a whole number from 0 to {MAX_LOGPROBS}")
         given = [_ids(one) for one in texts]
@@ -591,8 +605,22 @@ class LLM:
         *,
         normalize: bool | None = None,
     ) -> Iterator[Floats]:
-        """The vector of each text, as `embed` gives it, when it is computed; a reader that stops before the end cancels
-        the rest."""
+        """The vector of each text, as `embed` gives it, as soon as it is computed. A reader that stops before the end
+        cancels the rest.
+
+        >>> first = next(llm.each_embedding(["one text", "another"]))                        # doctest: +SKIP
+
+        Args:
+            texts: texts, or the token ids of each.
+            pooling: as for `embed`.
+            normalize: as for `embed`.
+
+        Yields:
+            float32 [hidden], in the order of `texts`.
+
+        Raises:
+            PromptTooLong: a text does not fit the context.
+        """
         if pooling == "none":
             raise BadOption(
                 "pooling 'none' gives a row for every token, not a vector; use LLM.decoder(embeddings=True)"
