@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ostinato.serve import supervisor
+from ostinato.serve.script import ScriptedAnswer
 from ostinato.serve.settings import ServeOptions
 from tests.cli.conftest import RunCli
 
@@ -46,6 +47,22 @@ def test_words_become_options(ostinato: RunCli, started: list[ServeOptions]) -> 
     load = options.load
     assert (load.slots, load.queue, load.context, load.kv_type) == (3, 0, 64, "q8_0")
     assert (load.mode, load.device, load.dtype, load.threads) == ("eager", "cpu", "float32", 1)
+
+
+def test_a_script_is_read_before_the_start_and_announced(
+    ostinato: RunCli, started: list[ServeOptions], tmp_path: Path
+) -> None:
+    file = tmp_path / "script.json"
+    file.write_text('[{"prompt_has": "a", "text": "b"}]')
+    ran = ostinato("serve", "--script", file)
+    assert ran.code == 0, ran.err
+    assert started[-1].script == (ScriptedAnswer("b", "a"),)
+    assert "not the model's" in ran.err
+    assert "--script" not in ostinato("serve", "--help").out
+    file.write_text("[]")
+    ran = ostinato("serve", "--script", file)
+    assert (ran.code, len(started)) == (2, 1)
+    assert "must be a list of answers" in ran.err
 
 
 def test_keys_come_from_options_the_environment_and_a_file(

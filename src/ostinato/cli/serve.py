@@ -10,12 +10,14 @@ import typer
 
 from ostinato.cli import flags
 from ostinato.cli.flags import Flag
+from ostinato.cli.input import read_file
 from ostinato.cli.output import talk
 from ostinato.errors import BadInput
 from ostinato.extras import check_extra
 from ostinato.files.store import DEFAULT
 from ostinato.options import Talk
 from ostinato.processes import check_stderr
+from ostinato.serve.script import read_script
 from ostinato.serve.settings import DEFAULT_HOST, DEFAULT_PORT, KEPT_S, ServeOptions
 
 _LISTENING, _SCALE = "Listening and access", "Beyond one engine"
@@ -43,6 +45,10 @@ def serve(
         Flag("Responses that later requests can refer to; 0 keeps none.", "N", panel=_LISTENING, min=0),
     ] = None,
     keep_responses_s: Annotated[float, Flag("For so many seconds.", "SECONDS", panel=_LISTENING)] = KEPT_S,
+    script: Annotated[
+        Path | None,
+        Flag("Answer with the texts in FILE, not the model's: for tests of clients.", "FILE", hidden=True),
+    ] = None,
     load: flags.ToServe,
     replicas: Annotated[int | None, Flag("Engines, on Ray Serve.", "N", panel=_SCALE, min=1)] = None,
     max_replicas: Annotated[int | None, Flag("Up to so many when requests wait.", "N", panel=_SCALE, min=1)] = None,
@@ -75,8 +81,11 @@ def serve(
         log_prompts=log_prompts,
         keep_responses=keep_responses,
         keep_responses_s=keep_responses_s,
+        script=() if script is None else read_script(read_file(script), str(script)),
     )
     say = _checked_once(talk)
+    if script is not None:
+        say(f"warning: answers are the texts of {script}, not the model's")
     if many:
         from ostinato.scale.replicas import run_replicas
 

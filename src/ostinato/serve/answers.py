@@ -22,7 +22,9 @@ from ostinato.llm import LLM
 from ostinato.options import MAX_SEED, Sampling
 from ostinato.serve.errors import Refusal, told
 from ostinato.serve.log import Record
+from ostinato.serve.script import scripted_text
 from ostinato.serve.service import Service
+from ostinato.text.grammar import with_control_tokens
 
 LONGEST_WAIT_FOR_SUM_S: Final = 1.0
 
@@ -84,6 +86,8 @@ class Answers:
     async def start(self, *, generate: bool = True) -> None:
         """Submit all requests, or refuse all of them. Without `generate` there is nothing to submit."""
         service = self._service
+        if service.options.script:
+            self._inputs = await service.in_thread(self._scripted)
         service.boxes.add(self._box)
         record = self._record
         record.prompt_tokens = sum(len(ask.ids) for ask in self._inputs[:: self._n])
@@ -100,6 +104,18 @@ class Answers:
                 raise Refusal(400, told(error), param=self._field, code="context_length_exceeded") from error
             raise
         service.metrics.prompt_tokens.inc(record.prompt_tokens)
+
+    def _scripted(self) -> list[GenerationInput]:
+        """The inputs with the script's texts as the only possible answers."""
+        tokenizer, forced = self._llm.tokenizer, []
+        for ask in self._inputs:
+            text = scripted_text(self._service.options.script, tokenizer.decode(ask.ids, special=True))
+            if text is None:
+                raise Refusal(400, "no entry of the script (--script) answers this prompt", param=self._field)
+            rule = f"start: {with_control_tokens(text, tokenizer.control_ids(ask.show))}"
+            sampling = replace(ask.sampling, schema=None, json_mode=False, regex=None, choice=None, grammar=rule)
+            forced.append(replace(ask, sampling=sampling))
+        return forced
 
     def _submit(self, index: int, ask: GenerationInput) -> Answer:
         sink = self._service.dispatcher.sink(self._box, index)

@@ -219,6 +219,7 @@ class Service:
             "model": self.model_id,
             "version": __version__,
             "restarts": self.restarts,
+            **({"scripted": True} if self.options.script else {}),
         }
         if llm is None:
             return facts

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from ostinato.errors import BadOption
 from ostinato.options import LoadOptions
+from ostinato.serve.script import ScriptedAnswer
 
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 8000
@@ -64,6 +65,7 @@ class ServeOptions:
         log_prompts: write prompts and answers to the log.
         keep_responses: how many responses of `/v1/responses` are kept; 0 keeps none. None is 1000, and with replicas 0.
         keep_responses_s: for how many seconds they are kept.
+        script: texts to answer with in place of the model's, for tests of clients; only this machine may ask then.
         limits: on what one client may request.
 
     Raises:
@@ -81,6 +83,7 @@ class ServeOptions:
     log_prompts: bool = False
     keep_responses: int | None = None
     keep_responses_s: float = KEPT_S
+    script: tuple[ScriptedAnswer, ...] = ()
     limits: ServeLimits = field(default_factory=ServeLimits)
 
     def __post_init__(self) -> None:
@@ -101,6 +104,8 @@ class ServeOptions:
         for origin in self.cors:
             if not _ORIGIN.fullmatch(origin):
                 raise BadOption(f"--cors is {origin!r}; it must be an origin such as https://example.org, or *")
+        if self.script and not is_loopback(self.host):
+            raise BadOption(f"--script is for tests on this machine, and --host {self.host} can be reached from others")
         if self.keys and self.no_key:
             raise BadOption("--no-api-key leaves the server open, and a key was given; give one of them")
         if not self.keys and not self.no_key and not is_loopback(self.host):
@@ -121,6 +126,7 @@ class ServeOptions:
         words: dict[str, Any] = json.loads(text)
         words["load"] = LoadOptions(**words["load"])
         words["limits"] = ServeLimits(**words["limits"])
+        words["script"] = tuple(ScriptedAnswer(**one) for one in words["script"])
         return cls(**{**words, "keys": tuple(words["keys"]), "cors": tuple(words["cors"])})
 
 

@@ -214,6 +214,16 @@ def literal(text: str) -> str:
     return "".join(c if c.isprintable() or ord(c) > 0xFFFF else f"\\u{ord(c):04x}" for c in quoted)
 
 
+def with_control_tokens(text: str, ids: Mapping[str, int]) -> str:
+    """A text as grammars in Lark write it, the control tokens in it by their ids.
+
+    >>> with_control_tokens("<call>{}", {"<call>": 7})
+    '<[7]> "{}"'
+    """
+    parts = re.split("(" + "|".join(map(re.escape, ids)) + ")", text) if ids else [text]
+    return " ".join(f"<[{ids[part]}]>" if part in ids else literal(part) for part in parts if part)
+
+
 def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 

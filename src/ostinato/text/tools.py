@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, TypeAlias
 from ostinato.errors import BadInput
 from ostinato.text.answer import Parser
 from ostinato.text.call_parser import JsonCalls, TagCalls
-from ostinato.text.grammar import compact, literal
+from ostinato.text.grammar import compact, with_control_tokens
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tokenizer import Tokenizer
 
@@ -227,10 +227,7 @@ class ToolFormat:
 
     def _text(self, text: str) -> str:
         """A literal of the grammar; markers that are control tokens by their ids."""
-        parts = re.split("(" + "|".join(map(re.escape, self.special)) + ")", text) if self.special else [text]
-        return " ".join(
-            f"<[{self.special[part]}]>" if part in self.special else literal(part) for part in parts if part
-        )
+        return with_control_tokens(text, self.special)
 
 
 @dataclass(frozen=True, slots=True)
