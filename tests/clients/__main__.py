@@ -3,12 +3,13 @@
 Each client is a script that uses it as its own documentation does, with the server's address in the variables that the
 client reads anyway. The clients are installed into environments of their own below .venv, with the versions that
 `requirements.txt` and `package.json` pin. The model is tiny and random: forced calls and schemas make it say what a
-check needs.
+check needs; for the command-line coders its answers are scripted.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -18,10 +19,13 @@ import tempfile
 import time
 import venv
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ostinato.serve.script import ScriptedAnswer
 from tests.cli import tiny_model
+from tests.clients import coders
 from tests.serve.running import Running, serving
 
 ROOT = Path(__file__).parent.parent.parent
@@ -32,15 +36,17 @@ LONGEST_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client: its package, the script that uses it, and what the script uses of it."""
+    """A client: its package, the script that uses it, and what the script uses of it. `answers`: a coder's script."""
 
     package: str
     script: str
     uses: str
+    answers: tuple[ScriptedAnswer, ...] = ()
 
     @property
     def is_node(self) -> bool:
-        return self.script.endswith(".mjs")
+        """Whether it comes from npm."""
+        return self.script.endswith(".mjs") or bool(self.answers)
 
 
 CLIENTS = (
@@ -52,6 +58,8 @@ CLIENTS = (
     Client("anthropic", "anthropic_messages.py", "`messages.*`"),
     Client("openai", "openai_responses.mjs", "`responses.*`, in Node"),
     Client("@ai-sdk/openai", "ai_sdk.mjs", "its default API, in Node"),
+    Client("@openai/codex", "codex_exec.py", "`codex exec`, a tool call", coders.CODEX),
+    Client("@anthropic-ai/claude-code", "claude_print.py", "`claude -p`, a tool call", coders.CLAUDE),
 )
 
 
@@ -69,27 +77,40 @@ def main(names: Sequence[str]) -> int:
     n_failed = 0
     print("| client | version | what | result |\n|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        model = tiny_model.write(Path(folder) / "tiny.gguf", context=4096)
-        with serving(model, llm={"context": 2048, "slots": 8}) as server:
-            for client in chosen:
-                if client.is_node and not has_node:
-                    result = "not run: there is no Node here"
-                else:
-                    result = run(client, server, python)
-                n_failed += result.startswith("failed")
-                print(f"| `{client.package}` | {version(client)} | {client.uses} | {result} |", flush=True)
+        for answers, clients in itertools.groupby(chosen, lambda client: client.answers):
+            with server_for(answers, Path(folder)) as server:
+                for client in clients:
+                    if client.is_node and not has_node:
+                        result = "not run: there is no Node here"
+                    else:
+                        result = run(client, server, python)
+                    n_failed += result.startswith("failed")
+                    print(f"| `{client.package}` | {version(client)} | {client.uses} | {result} |", flush=True)
     return 1 if n_failed else 0
+
+
+def server_for(answers: tuple[ScriptedAnswer, ...], folder: Path) -> AbstractContextManager[Running]:
+    """A server for clients that want these answers, or any."""
+    if answers:
+        model = coders.write_model(folder / "coder.gguf")
+        return serving(model, llm={"context": coders.CONTEXT, "slots": 2}, script=answers)
+    model = tiny_model.write(folder / "tiny.gguf", context=4096)
+    return serving(model, llm={"context": 2048, "slots": 8})
 
 
 def run(client: Client, server: Running, python: Path) -> str:
     """One cell of the table."""
-    program = (
-        ["node", str(ENVIRONMENT / client.script)] if client.is_node else [str(python), str(SCRIPTS / client.script)]
-    )
+    program = ["node"] if client.script.endswith(".mjs") else [str(python)]
+    folder = ENVIRONMENT if client.script.endswith(".mjs") else SCRIPTS
     began = time.monotonic()
     try:
         ran = subprocess.run(
-            program, env=variables(server), capture_output=True, text=True, timeout=LONGEST_S, cwd=ENVIRONMENT
+            [*program, str(folder / client.script)],
+            env=variables(server),
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_S,
+            cwd=ENVIRONMENT,
         )
     except subprocess.TimeoutExpired:
         return f"failed: it did not end within {LONGEST_S:.0f} s"
@@ -114,6 +135,8 @@ def variables(server: Running) -> dict[str, str]:
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "LANGSMITH_TRACING": "false",
         "CLIENT_MODEL": server.service.model_id,
+        "CLIENT_FLOWER": coders.FLOWER,
+        "CLIENT_SAID": coders.SAID,
     }
 
 
