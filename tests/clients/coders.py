@@ -16,6 +16,7 @@ from tests.cli import tiny_model
 CONTEXT: Final = 131_072  # a vocabulary of 300 tokens needs three times as many tokens as a usual one
 FLOWER: Final = "heliotrope"
 SAID: Final = f"The note names the {FLOWER}."
+# As strict as the strictest: coders also send system messages in the middle of a conversation.
 TEMPLATE: Final = """\
 {%- if tools %}
 {{- '<|im_start|>system\n' }}
@@ -27,7 +28,9 @@ TEMPLATE: Final = """\
 {%- for message in messages %}
 {%- if message.role == 'tool' %}
 {{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
-{%- elif not (tools and loop.first and message.role == 'system') %}
+{%- elif message.role == 'system' and not loop.first %}
+{{- raise_exception('System message must be at the beginning.') }}
+{%- elif not (tools and message.role == 'system') %}
 {{- '<|im_start|>' + message.role + '\n' + (message.content or '') }}
 {%- for call in message.tool_calls or [] %}
 {{- '\n<tool_call>\n' }}{{- call.function | tojson }}{{- '\n</tool_call>' }}

@@ -84,6 +84,40 @@ def test_a_role_whose_content_a_template_drops_is_refused_with_those_that_it_ren
     assert render(source, [USER, {"role": "assistant", "content": "once"}]) == "hi;once;"
 
 
+ONLY_FIRST_SYSTEM = """\
+{%- for m in messages %}
+    {%- if m.role == 'system' and not loop.first %}{{ raise_exception('system must be first') }}{% endif %}
+    {{- '<' + m.role + '>' + (m.content if m.content is string else m.content | map(attribute='text') | join('+')) }}
+{%- endfor %}
+"""
+
+
+def test_a_later_system_message_joins_its_neighbours_where_the_template_takes_none() -> None:
+    first, later, reply, tool = (
+        {"role": role, "content": text}
+        for role, text in [("system", "A"), ("system", "L"), ("assistant", "R"), ("tool", "T")]
+    )
+    expected = [
+        ([first, USER, later], "<system>A<user>hi\n\nL"),
+        ([USER, later, later], "<user>hi\n\nL\n\nL"),
+        ([first, later, USER], "<system>A\n\nL<user>hi"),
+        ([USER, reply, later], "<user>hi<assistant>R<user>L"),
+        ([USER, reply, later, later, USER, USER], "<user>hi<assistant>R<user>L\n\nL\n\nhi<user>hi"),
+        ([USER, reply, tool, later, reply], "<user>hi<assistant>R<tool>T\n\nL<assistant>R"),
+        ([first, {"role": "user", "content": [{"type": "text", "text": "p"}]}, later], "<system>A<user>p+L"),
+        ([first, USER], "<system>A<user>hi"),
+    ]
+    for messages, text in expected:
+        assert render(ONLY_FIRST_SYSTEM, messages) == text
+    dropping = ONLY_FIRST_SYSTEM.replace("{{ raise_exception('system must be first') }}", "{% continue %}")
+    assert render(dropping, [first, USER, later]) == "<system>A<user>hi\n\nL"
+
+
+def test_a_later_system_message_stays_where_the_template_shows_it() -> None:
+    later = {"role": "system", "content": "L"}
+    assert render(CHATML, [USER, later]).startswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>system\nL<|im_end|>")
+
+
 def test_tools_documents_and_options_reach_the_template() -> None:
     text = render(TOOLS, tools=[WEATHER], documents=[{"title": "T", "text": "D"}], enable_thinking=False)
     assert json.dumps(WEATHER, ensure_ascii=False, indent=2) in text

@@ -98,6 +98,7 @@ class Template:
         self._max_characters = max_characters
         self._shows: dict[bool, bool] = {}
         self._why_not: dict[tuple[str, bool], str | None] = {}
+        self._later: dict[bool, bool] = {}
 
     def reads(self) -> str:
         """The names of the variables that it reads."""
@@ -105,7 +106,10 @@ class Template:
 
     def render(self, variables: Mapping[str, Any]) -> str:
         self._check_roles(variables)
-        messages = [self._in_a_form_it_shows(message) for message in variables["messages"]]
+        given = variables["messages"]
+        if any(message["role"] == "system" for message in given[1:]) and not self._shows_later(variables.get("tools")):
+            given = with_first_system_only(given)
+        messages = [self._in_a_form_it_shows(message) for message in given]
         return self._render({**variables, "messages": messages})
 
     def _render(self, variables: Mapping[str, Any]) -> str:
@@ -164,6 +168,15 @@ class Template:
                 known = ", ".join(one for one in ROLES if self._why_no(one, tools) is None)
                 raise RoleNotRendered(f"messages[{index}] has the role {role!r}, {why}", known)
 
+    def _shows_later(self, tools: Any) -> bool:
+        """Whether a system message shows that is not the first message, found out by trying once."""
+        key = bool(tools)
+        if key not in self._later:
+            system, probe = {"role": "system", "content": "hi"}, {"role": "system", "content": PROBE}
+            tried = [self._in_a_form_it_shows(message) for message in (system, _USER, probe)]
+            self._later[key] = PROBE in self._tried(tried, tools)[0]
+        return self._later[key]
+
     def _is_misspelt(self, role: str) -> bool:
         """Templates that print any role show a misspelt one too, unlike those that name the roles they know."""
         named = role in ROLES or f"'{role}'" in self._source or f'"{role}"' in self._source
@@ -195,6 +208,37 @@ class Template:
             yield [user, probe]
             yield [user, calling, probe]
             yield [user, reply, probe]
+
+
+def with_first_system_only(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The text of each system message after the first, at the end of the message before it; after an answer, as the
+    user's own or at the beginning of it.
+
+    >>> with_first_system_only([_USER, {"role": "system", "content": "Be brief."}])
+    [{'role': 'user', 'content': 'hi\\n\\nBe brief.'}]
+    """
+    kept: list[dict[str, Any]] = []
+    opened = False  # the last message is the user's only by what a system message said
+    for message in messages:
+        last, is_system = kept[-1] if kept else None, message["role"] == "system"
+        if last is None or not (is_system or (opened and message["role"] == "user")):
+            kept.append(message)
+            opened = False
+        elif last["role"] == "assistant":
+            kept.append({**message, "role": "user"})
+            opened = True
+        else:
+            kept[-1] = {**last, "content": joined(last["content"], message["content"])}
+            opened = opened and is_system
+    return kept
+
+
+def joined(first: str | list[Any], second: str | list[Any]) -> str | list[Any]:
+    """Two contents as one: a paragraph each, or the parts of both."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    parts = [other_form(content) if isinstance(content, str) else content for content in (first, second)]
+    return [*parts[0], *parts[1]]
 
 
 def other_form(content: str | list[Any]) -> str | list[Any]:
