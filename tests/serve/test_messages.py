@@ -350,6 +350,22 @@ def test_which_tool_is_called_can_be_chosen(server: Running) -> None:
     )
 
 
+def test_a_name_of_a_tool_may_be_long(server: Running) -> None:
+    long = "mcp__" + "a" * 123
+    body = {"tools": [{**LOOK, "name": long}], "tool_choice": {"type": "any"}, "max_tokens": 300}
+    assert ask(server, body)["content"][0]["name"] == long
+    refused = server.post(PATH, {"messages": [HELLO], **FEW, **body, "tools": [{**LOOK, "name": f"{long}a"}]})
+    assert refused.status_code == 400
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(server: Running) -> None:
+    for n in (2_000, 200_000):  # too many tokens, and too many characters to be tokenized at all
+        refused = server.post(PATH, {"messages": [{"role": "user", "content": "x" * n}], **FEW})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith("prompt is too long: the prompt has 2")
+    assert ask(server, {"max_tokens": 32_000, "stop_sequences": ["e"]})["content"]  # a limit above the context is none
+
+
 def test_a_call_that_is_cut_has_the_input_so_far(server: Running) -> None:
     body = {"tools": [LOOK], "tool_choice": ONE_CALL, "temperature": 0}
     whole = ask(server, {**body, "max_tokens": 150})

@@ -227,6 +227,46 @@ def test_which_function_is_called_can_be_chosen(server: Running) -> None:
     assert made["tool_choice"] == allowed
 
 
+SIGHT: Any = {"type": "namespace", "name": "sight", "description": "Of eyes.", "tools": [LOOK, {"type": "custom"}]}
+
+
+def test_a_function_of_a_namespace_is_called_by_both_names(server: Running) -> None:
+    asked = {"input": "hello", "tools": [LOOK, SIGHT], "max_output_tokens": 200, "tool_choice": "required"}
+    named = {**asked, "tool_choice": {"type": "function", "name": "sight.look"}}
+    reply = server.post(PATH, named)
+    assert reply.status_code == 200, reply.text
+    Response.model_validate(reply.json())
+    call = reply.json()["output"][0]
+    assert (call["type"], call["namespace"], call["name"]) == ("function_call", "sight", "look")
+    assert reply.headers["x-ostinato-ignored"] == "tools.namespace.description, tools.namespace.custom"
+    assert [tool["type"] for tool in reply.json()["tools"]] == ["function", "namespace"]
+    done = [event for event in stream(server, named) if event["type"] == "response.output_item.done"]
+    assert (done[0]["item"]["namespace"], done[0]["item"]["name"]) == ("sight", "look")
+    plain = respond(server, {**asked, "tool_choice": {"type": "function", "name": "look"}})["output"][0]
+    assert (plain["name"], plain.get("namespace")) == ("look", None)
+
+
+def test_a_call_in_a_namespace_goes_round(server: Running) -> None:
+    """The model reads the name that it wrote, in the input and in a kept response."""
+    output = {"type": "function_call_output", "call_id": "call_1", "output": "the sea"}
+    body = {"input": [HELLO, {**CALL, "namespace": "sight"}, output], "tools": [SIGHT], "tool_choice": "none"}
+    function = {**CALLED["function"], "name": "sight.look"}
+    turns = [
+        HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [{**CALLED, "function": function}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "the sea"},
+    ]
+    response = respond(server, body)
+    assert response["digest"] == chat_digest(server, turns)
+    kept = server.get(f"{PATH}/{response['id']}/input_items?order=asc").json()
+    assert ResponseItemList.model_validate(kept).data
+    assert kept["data"][1]["namespace"] == "sight"
+    choice = {"type": "function", "name": "sight.look"}
+    made = respond(server, {"input": "hello", "tools": [SIGHT], "tool_choice": choice, "max_output_tokens": 200})
+    result = {**output, "call_id": made["output"][0]["call_id"]}
+    assert respond(server, {"input": [result], "previous_response_id": made["id"], "tools": [SIGHT]})["output"]
+
+
 def test_tools_that_are_no_functions_are_left_out_and_named_in_a_header(server: Running) -> None:
     others: list[Any] = [
         {"type": "web_search"}, {"type": "file_search", "vector_store_ids": ["x"]}, {"type": "local_shell"},

@@ -20,7 +20,7 @@ from ostinato.engine.token_queue import TokenQueue
 from ostinato.errors import EngineDead, PromptTooLong
 from ostinato.llm import LLM
 from ostinato.options import MAX_SEED, Sampling
-from ostinato.serve.errors import Refusal, told
+from ostinato.serve.errors import TOO_LONG, Refusal, told
 from ostinato.serve.log import Record
 from ostinato.serve.script import scripted_text
 from ostinato.serve.service import Service
@@ -101,7 +101,7 @@ class Answers:
         except BaseException as error:
             self.close()
             if isinstance(error, PromptTooLong):
-                raise Refusal(400, told(error), param=self._field, code="context_length_exceeded") from error
+                raise Refusal(400, told(error), param=self._field, code=TOO_LONG) from error
             raise
         service.metrics.prompt_tokens.inc(record.prompt_tokens)
 

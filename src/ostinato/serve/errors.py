@@ -45,6 +45,7 @@ _ANTHROPIC: Final = {
     429: "rate_limit_error",
     529: "overloaded_error",
 }
+TOO_LONG: Final = "context_length_exceeded"
 NO_THREADS: Final = "thread_unsupported_request"  # Anthropic's code; its clients then send whole conversations
 _OVERLOADED: Final = 529  # Anthropic's status for "not now"
 # What the packages above call a value, and the field that held it.
@@ -81,7 +82,7 @@ def refusal_of(error: Exception) -> Refusal:
     param = _field_named_in(str(error)) if isinstance(error, BadInput) else None
     code = "engine_restarting" if status == 503 else None
     if isinstance(error, PromptTooLong):
-        code = "context_length_exceeded"
+        code = TOO_LONG
     return Refusal(status, told(error), param=param, code=code)
 
 
@@ -143,4 +144,6 @@ def anthropic_error(refusal: Refusal, id: str | None = None) -> dict[str, Any]:
     status = anthropic_status(refusal)
     kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
     details = {"details": {"error_code": NO_THREADS}} if refusal.code == NO_THREADS else {}
-    return {"type": "error", "error": {"type": kind, "message": refusal.message, **details}, "request_id": id}
+    # These words have no code of their own there: by them, a client knows to summarise its conversation and go on.
+    message = f"prompt is too long: {refusal.message}" if refusal.code == TOO_LONG else refusal.message
+    return {"type": "error", "error": {"type": kind, "message": message, **details}, "request_id": id}

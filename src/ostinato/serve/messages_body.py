@@ -18,6 +18,7 @@ from ostinato.options import MAX_STOP_STRINGS, Sampling
 from ostinato.serve.errors import NO_THREADS, Refusal
 from ostinato.serve.sealed import unsealed
 from ostinato.serve.shapes import (
+    FunctionName,
     JsonSchema,
     ResponseFormat,
     SamplingBody,
@@ -135,7 +136,7 @@ class CustomTool(Sent):
     """A function that the model may call."""
 
     type: Literal["custom"] | None = None
-    name: Word
+    name: FunctionName
     description: str | None = None
     input_schema: dict[str, Any]
 

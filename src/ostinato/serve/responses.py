@@ -25,7 +25,7 @@ from ostinato.serve.conversation import (
     n_prompt_tokens,
     submitted,
 )
-from ostinato.serve.errors import Refusal, renamed
+from ostinato.serve.errors import TOO_LONG, Refusal, renamed
 from ostinato.serve.log import Record
 from ostinato.serve.response_store import KeptResponse, ResponseStore
 from ostinato.serve.responses_body import (
@@ -36,10 +36,16 @@ from ostinato.serve.responses_body import (
     FunctionTool,
     Item,
     MessageItem,
+    NamespaceTool,
+    OtherTool,
     ReferenceItem,
     ResponsesBody,
+    functions_of,
+    ignored_of,
     listed,
     messages_of,
+    namespaces_of,
+    offered_of,
 )
 from ostinato.serve.responses_output import NewItem
 from ostinato.serve.sealed import sealed
@@ -49,7 +55,6 @@ from ostinato.serve.stream import EventStream, at_once, encode, formatted, json_
 from ostinato.text.answer import AnswerReader
 from ostinato.text.tools import Tool, ToolChoice, allowed, read_choice, read_tools
 
-TOO_LONG: Final = "context_length_exceeded"
 NOT_KEPT: Final = (
     "this server keeps no responses (--keep-responses); send the whole conversation as input, with store false"
 )
@@ -70,7 +75,8 @@ async def respond(service: Service, body: ResponsesBody, request: Request) -> Re
         answers, reader = await _submitted(service, llm, body, asked.conversation, record)
     deltas = AnswerDeltas(reader(), logprobs=body.n_logprobs is not None)
     seal = sealed if ENCRYPTED in (body.include or ()) else None
-    output = AnswerParts(deltas, NewItem(record.id, llm.tokenizer, seal))
+    new_item = NewItem(record.id, llm.tokenizer, seal, namespaces_of(asked.offered))
+    output = AnswerParts(deltas, new_item)
     reply = ResponseReply(service, body, asked, previous, answers, output, record)
     headers = ignored_header(asked.ignored)
     if body.stream:
@@ -118,14 +124,14 @@ class Translated:
     Attributes:
         conversation: of the body, and of the responses before it.
         items: of the body.
-        functions: the tools that can be called.
+        offered: the tools that can be called.
         ignored: names what of the body has no effect.
         n_bytes: of the items.
     """
 
     conversation: ChatRequest
     items: Sequence[Item]
-    functions: Sequence[FunctionTool]
+    offered: Sequence[FunctionTool | NamespaceTool]
     ignored: Sequence[str]
     n_bytes: int
 
@@ -135,9 +141,9 @@ def translated(llm: LLM, body: ResponsesBody, previous: KeptResponse | None, ite
     if not items and previous is None:
         raise Refusal(400, "input is missing, and it is required here", param="input")
     given = body.tools or []
-    functions = [tool for tool in given if isinstance(tool, FunctionTool)]
-    ignored = [*body.ignored, *(f"tools.{tool.type}" for tool in given if not isinstance(tool, FunctionTool))]
-    tools, choice = _tools(body, functions)
+    offered = [offered_of(tool) for tool in given if not isinstance(tool, OtherTool)]
+    ignored = [*body.ignored, *(name for tool in given for name in ignored_of(tool))]
+    tools, choice = _tools(body, [function for tool in offered for function in functions_of(tool)])
     options: dict[str, Any] = {}
     if body.reasoning is not None:
         effort = body.reasoning.effort
@@ -160,7 +166,7 @@ def translated(llm: LLM, body: ResponsesBody, previous: KeptResponse | None, ite
         names=_NAMES,
     )
     n_bytes = sum(len(encode(item.model_dump())) for item in items)
-    return Translated(asked, items, functions, ignored, n_bytes)
+    return Translated(asked, items, offered, ignored, n_bytes)
 
 
 def _tools(body: ResponsesBody, functions: Sequence[FunctionTool]) -> tuple[tuple[Tool, ...], ToolChoice]:
@@ -341,7 +347,7 @@ class ResponseReply:
             "temperature": body.temperature,
             "text": {"format": shape, "verbosity": "medium"},
             "tool_choice": _echoed(body.tool_choice),
-            "tools": [tool.model_dump() for tool in self._asked.functions],
+            "tools": [tool.model_dump() for tool in self._asked.offered],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": body.truncation or "disabled",

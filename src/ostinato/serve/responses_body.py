@@ -17,6 +17,7 @@ from ostinato.serve.sealed import unsealed
 from ostinato.serve.shapes import (
     ChoiceFormat,
     Effort,
+    FunctionName,
     GrammarFormat,
     JsonFormat,
     JsonSchema,
@@ -77,6 +78,7 @@ class CallItem(Sent):
     id: str | None = None
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -138,7 +140,7 @@ class FunctionTool(Sent):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: Word
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -150,13 +152,77 @@ class OtherTool(Sent):
     type: Word
 
 
+class NamespaceTool(Sent):
+    """Functions under a common name, which a call names beside the function's own."""
+
+    type: Literal["namespace"]
+    name: Word
+    description: str | None = None
+    tools: list[
+        Annotated[
+            Annotated[FunctionTool, Tag("FUNCTION")] | Annotated[OtherTool, Tag("OTHER")],
+            Discriminator(lambda tool: "FUNCTION" if type_of(tool) == "function" else "OTHER"),
+        ]
+    ]
+
+
 def _kind_of_tool(tool: Any) -> str:
-    return "FUNCTION" if type_of(tool) == "function" else "OTHER"
+    kind = type_of(tool)
+    return kind.upper() if kind in ("function", "namespace") else "OTHER"
 
 
 ResponsesTool: TypeAlias = Annotated[
-    Annotated[FunctionTool, Tag("FUNCTION")] | Annotated[OtherTool, Tag("OTHER")], Discriminator(_kind_of_tool)
+    Annotated[FunctionTool, Tag("FUNCTION")]
+    | Annotated[NamespaceTool, Tag("NAMESPACE")]
+    | Annotated[OtherTool, Tag("OTHER")],
+    Discriminator(_kind_of_tool),
 ]
+
+
+def qualified(name: str, namespace: str | None) -> str:
+    """What the model calls a function; templates know no namespaces."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+def offered_of(tool: FunctionTool | NamespaceTool) -> FunctionTool | NamespaceTool:
+    """What of a tool can be called."""
+    if isinstance(tool, FunctionTool):
+        return tool
+    functions = [one for one in tool.tools if isinstance(one, FunctionTool)]
+    return tool.model_copy(update={"description": tool.description or "", "tools": functions})
+
+
+def functions_of(tool: FunctionTool | NamespaceTool) -> list[FunctionTool]:
+    """The functions of a tool, as the model calls them."""
+    if isinstance(tool, FunctionTool):
+        return [tool]
+    return [
+        one.model_copy(update={"name": qualified(one.name, tool.name)})
+        for one in tool.tools
+        if isinstance(one, FunctionTool)
+    ]
+
+
+def namespaces_of(tools: Sequence[FunctionTool | NamespaceTool]) -> dict[str, tuple[str, str]]:
+    """Namespace and name of the functions that have a namespace, by what the model calls them."""
+    return {
+        qualified(one.name, tool.name): (tool.name, one.name)
+        for tool in tools
+        if isinstance(tool, NamespaceTool)
+        for one in tool.tools
+        if isinstance(one, FunctionTool)
+    }
+
+
+def ignored_of(tool: ResponsesTool) -> list[str]:
+    """What of a tool has no effect."""
+    match tool:
+        case FunctionTool():
+            return []
+        case NamespaceTool(description=description, tools=tools):
+            others = [f"tools.namespace.{one.type}" for one in tools if not isinstance(one, FunctionTool)]
+            return ["tools.namespace.description", *others] if description else others
+    return [f"tools.{tool.type}"]
 
 
 class NamedTool(Sent):
@@ -278,8 +344,8 @@ def messages_of(before: Sequence[Item], items: Sequence[Item]) -> list[TemplateM
                 _turn(messages, fresh="content")["content"] = text_of(content)
             case MessageItem(role=role, content=content):
                 _add_message(messages, "user" if role == "user" else "system", text_of(content))
-            case CallItem(call_id=id, name=name, arguments=arguments):
-                function = {"name": name, "arguments": arguments}
+            case CallItem(call_id=id, name=name, namespace=namespace, arguments=arguments):
+                function = {"name": qualified(name, namespace), "arguments": arguments}
                 calls = _turn(messages).setdefault("tool_calls", [])
                 calls.append({"id": id, "type": "function", "function": function})
                 called.add(id)
@@ -350,4 +416,4 @@ def _sent_back(item: Item) -> dict[str, Any]:
             thought = [{"type": "reasoning_text", "text": part.text} for part in content or ()]
             sealed = item.encrypted_content
             return {"type": "reasoning", "summary": [], "content": thought, "encrypted_content": sealed}
-    return item.model_dump()
+    return item.model_dump(exclude_none=True)

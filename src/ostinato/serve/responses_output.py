@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 from ostinato.engine.request import Token
@@ -141,11 +142,11 @@ class ReasoningOutput(TextItem):
 
 
 class CallOutput(OutputItem):
-    """A call of a function."""
+    """A call of a function; one in a namespace names that too."""
 
-    def __init__(self, id: str, index: int, call: CallDelta) -> None:
+    def __init__(self, id: str, index: int, call_id: str, name: str, namespace: str | None) -> None:
         super().__init__(id, index)
-        self.call_id, self._name, self._arguments = call.id or "", call.name or "", ""
+        self.call_id, self._name, self._namespace, self._arguments = call_id, name, namespace, ""
 
     def add(self, text: str, tokens: Sequence[Token]) -> list[Event]:
         self._arguments += text
@@ -162,6 +163,7 @@ class CallOutput(OutputItem):
             "status": self.status,
             "call_id": self.call_id,
             "name": self._name,
+            **({} if self._namespace is None else {"namespace": self._namespace}),
             "arguments": self._arguments,
         }
 
@@ -169,15 +171,22 @@ class CallOutput(OutputItem):
 class NewItem:
     """Makes the items of one answer."""
 
-    def __init__(self, id: str, tokenizer: Tokenizer, seal: Callable[[str], str] | None = None) -> None:
+    def __init__(
+        self,
+        id: str,
+        tokenizer: Tokenizer,
+        seal: Callable[[str], str] | None = None,
+        namespaces: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+    ) -> None:
         """`id`: of the request; the ids of items are made from it. `seal` makes reasoning's `encrypted_content`, if
-        that was requested."""
-        self._id, self._tokenizer, self._seal = id, tokenizer, seal
+        that was requested. `namespaces`: namespace and name of functions, by what the model calls them."""
+        self._id, self._tokenizer, self._seal, self._namespaces = id, tokenizer, seal, namespaces
 
     def __call__(self, kind: PartKind, index: int, call: CallDelta | None) -> OutputItem:
         number = f"{self._id}{index:04x}"
         if call is not None:
-            return CallOutput(f"fc_{number}", index, call)
+            namespace, name = self._namespaces.get(call.name or "", (None, call.name or ""))
+            return CallOutput(f"fc_{number}", index, call.id or "", name, namespace)
         if kind == "reasoning":
             return ReasoningOutput(f"rs_{number}", index, self._seal)
         return MessageOutput(f"msg_{number}", index, self._listed)

@@ -19,6 +19,7 @@ from ostinato.options import MAX_LOGPROBS, MAX_SEED, MAX_STOP_STRINGS, SAMPLING_
 from ostinato.other_engines import answer_field
 from ostinato.serve.body import FailFastModel
 from ostinato.serve.errors import Refusal
+from ostinato.text.tools import MAX_NAME
 
 # Accepted and ignored: nothing of an answer would change.
 HARMLESS: Final = frozenset(
@@ -77,6 +78,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 # A word of a client that is repeated in a header.
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, StringConstraints(pattern=rf"^[A-Za-z0-9_.-]{{1,{MAX_NAME}}}$")]
 
 
 class Strict(FailFastModel):

@@ -24,11 +24,12 @@ from ostinato.text.template import ChatTemplate
 from ostinato.text.tokenizer import Tokenizer
 
 MAX_TOOLS: Final = 128
+MAX_NAME: Final = 128  # OpenAI takes 64, Anthropic 128
 
 TemplateMessage: TypeAlias = dict[str, Any]
 FormatName = Literal["hermes", "tags", "llama", "mistral", "mistral-named", "phi", "plain"]
 
-_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME: Final = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_NAME}}}")
 _SHORT_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
 _LETTERS: Final = string.ascii_letters + string.digits
 
@@ -80,7 +81,8 @@ def _read_tool(index: int, definition: Any) -> Tool:
         raise BadInput(f"{where}.function is missing; it must have a name")
     name, text, parameters = (function.get(key) for key in ("name", "description", "parameters"))
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
-        raise BadInput(f"{where}.function.name is {name!r}; it must be 1 to 64 letters, digits, '_', '.' or '-'")
+        allowed = f"1 to {MAX_NAME} letters, digits, '_', '.' or '-'"
+        raise BadInput(f"{where}.function.name is {name!r}; it must be {allowed}")
     if not isinstance(text, str | None):
         raise BadInput(f"{where}.function.description is {type(text).__name__}; it must be text")
     if not isinstance(parameters, Mapping | None):
