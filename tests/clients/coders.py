@@ -51,14 +51,16 @@ def write_model(path: Path) -> Path:
     return tiny_model.write(path, context=CONTEXT, change=change)
 
 
-def calls(tool: str, **arguments: str) -> tuple[ScriptedAnswer, ...]:
-    """The script of a run in which a tool reads the note."""
-    call = json.dumps({"name": tool, "arguments": arguments})
-    return (
-        ScriptedAnswer(SAID, FLOWER),
-        ScriptedAnswer(f"I look into it.\n<tool_call>\n{call}\n</tool_call>"),
-    )
+def call(tool: str, prompt_has: str = "", /, **arguments: Any) -> ScriptedAnswer:
+    """An answer that calls a tool."""
+    text = json.dumps({"name": tool, "arguments": arguments})
+    return ScriptedAnswer(f"I look into it.\n<tool_call>\n{text}\n</tool_call>", prompt_has)
 
 
-CODEX: Final = calls("exec_command", cmd="cat note.txt")
-CLAUDE: Final = calls("Bash", command="cat note.txt", description="Read the note")
+_KNOWS: Final = ScriptedAnswer(SAID, FLOWER)
+CODEX: Final = (
+    _KNOWS,
+    call("mcp__garden.flower", "mcp__garden.flower", bed=1),
+    call("exec_command", cmd="cat note.txt"),
+)
+CLAUDE: Final = (_KNOWS, call("Bash", command="cat note.txt", description="Read the note"))
