@@ -144,6 +144,6 @@ def anthropic_error(refusal: Refusal, id: str | None = None) -> dict[str, Any]:
     status = anthropic_status(refusal)
     kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
     details = {"details": {"error_code": NO_THREADS}} if refusal.code == NO_THREADS else {}
-    # These words have no code of their own there: by them, a client knows to summarise its conversation and go on.
+    # There is no code for it in this shape: clients look for these words.
     message = f"prompt is too long: {refusal.message}" if refusal.code == TOO_LONG else refusal.message
     return {"type": "error", "error": {"type": kind, "message": message, **details}, "request_id": id}
