@@ -118,6 +118,9 @@ def run(client: Client, server: Running, python: Path) -> str:
     if ran.returncode:
         print(ran.stdout, ran.stderr, sep="\n", file=sys.stderr)
         return f"failed after {n_ok} checks"
+    refused = [f"{one['method']} {one['path']}: {one['status']}" for one in server.log if one["status"] != 200]
+    if client.answers and refused:
+        return f"failed: the server refused {', '.join(refused)}"
     return f"{n_ok} checks in {time.monotonic() - began:.1f} s"
 
 

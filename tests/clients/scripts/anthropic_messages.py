@@ -30,7 +30,9 @@ parsed = client.messages.parse(model=MODEL, messages=[HELLO], max_tokens=100, ou
 check("parse", isinstance(parsed.parsed_output, Answer))
 
 words = {"model": MODEL, "tools": [LOOK], "max_tokens": 200}
-called = client.messages.create(messages=[HELLO], tool_choice={"type": "any"}, **words)
+called = client.messages.create(
+    messages=[HELLO], tool_choice={"type": "any", "disable_parallel_tool_use": True}, **words
+)
 call = called.content[0]
 check("a tool call", called.stop_reason == "tool_use" and isinstance(call.input["far"], bool))
 with client.messages.stream(messages=[HELLO], tool_choice={"type": "tool", "name": "look"}, **words) as stream:

@@ -14,5 +14,6 @@ check("an answer", made.output[0].content[0].text)
 events = list(litellm.responses(model=name, input="hello", max_output_tokens=FEW, stream=True))
 kinds = [str(getattr(event.type, "value", event.type)) for event in events]
 check("a stream", kinds[-1] in ("response.completed", "response.incomplete") and "response.output_text.delta" in kinds)
-called = litellm.responses(model=name, input="hello", tools=[LOOK], tool_choice="required")
+one_call = {"tools": [LOOK], "tool_choice": "required", "parallel_tool_calls": False}
+called = litellm.responses(model=name, input="hello", **one_call)
 check("a function call", [item.name for item in called.output if item.type == "function_call"] == ["look"])
