@@ -38,7 +38,7 @@ from ostinato.serve.log import Record, write_line
 from ostinato.serve.metrics import CONTENT_TYPE
 from ostinato.serve.service import IN_PREPARATION, Service
 from ostinato.serve.settings import ServeOptions
-from ostinato.serve.stream import json_response, while_connected
+from ostinato.serve.stream import EVENTS, LINES, json_response, while_connected
 
 ENGINE: Final = "Engine"
 INGRESS: Final = "Ingress"
@@ -317,7 +317,7 @@ class _Sending:
             assert self._head is not None, "a replica sent a body without a head"
             status, headers, _ = self._head
             self.began = True
-            self._streams = Headers(raw=headers).get("content-type", "").startswith("text/event-stream")
+            self._streams = Headers(raw=headers).get("content-type", "").startswith((EVENTS, LINES))
             await self._send({"type": "http.response.start", "status": status, "headers": headers})
         self._n_events += body.count(b"\n\n")
         message: Message = {"type": "http.response.body", "body": body, "more_body": more}

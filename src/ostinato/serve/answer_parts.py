@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
+from pydantic_core import from_json
+
 from ostinato.engine.request import Token
 from ostinato.serve.answers import TokenUpdate
 from ostinato.serve.conversation import AnswerDeltas
@@ -121,3 +123,16 @@ class AnswerParts:
         silent = all(made.kind == "reasoning" for made in self._made)
         events = self._say() if silent and not cut_while_thinking else []
         return [*events, *self._made[-1].part.end(cut=cut)]
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of a call, as far as they go where the answer was cut inside of them.
+
+    >>> arguments_of('{"far": true, "at": "se'), arguments_of("")
+    ({'far': True}, {})
+    """
+    try:
+        found = from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -35,6 +35,11 @@ from ostinato.serve.log import Record
 from ostinato.serve.messages import anthropic_error_event, anthropic_model, count_tokens, create_message
 from ostinato.serve.messages_body import CountBody, MessagesBody
 from ostinato.serve.metrics import CONTENT_TYPE
+from ostinato.serve.ollama import chat as ollama_chat
+from ostinato.serve.ollama import embed as ollama_embed
+from ostinato.serve.ollama import generate, old_embed, ollama_error_line
+from ostinato.serve.ollama_body import EmbedBody, GenerateBody, OldEmbedBody, OllamaChatBody, ShowBody
+from ostinato.serve.ollama_models import NOT_HERE, listed, running, shown, version
 from ostinato.serve.rerank import rerank
 from ostinato.serve.responses import delete, input_items, input_tokens, respond, retrieve
 from ostinato.serve.responses_body import ResponsesBody
@@ -49,7 +54,7 @@ from ostinato.serve.shapes import (
     TemplateBody,
     TokenizeBody,
 )
-from ostinato.serve.stream import error_event, json_response
+from ostinato.serve.stream import EVENTS, LINES, error_event, json_response
 
 _HERE: Final = Path(__file__).parent
 _VENDOR: Final = _HERE / "vendor"  # libraries of the page
@@ -72,7 +77,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Every error has this shape, except those of Anthropic's API."""
+    """Every error has this shape, except those of Anthropic's and Ollama's APIs."""
 
     error: ErrorDetail
 
@@ -92,8 +97,14 @@ class AnthropicErrorBody(BaseModel):
     request_id: str | None
 
 
+class OllamaErrorBody(BaseModel):
+    """Every error of Ollama's API has this shape."""
+
+    error: str
+
+
 def _responses(
-    *statuses: int, streams: bool = False, model: type[BaseModel] = ErrorBody
+    *statuses: int, streams: str | None = None, model: type[BaseModel] = ErrorBody
 ) -> dict[int | str, dict[str, Any]]:
     words = {
         400: "The request cannot be done; `param` names the field.",
@@ -111,16 +122,19 @@ def _responses(
     made: dict[int | str, dict[str, Any]] = {
         status: {"model": model, "description": words[status]} for status in (401, 403, 500, *statuses)
     }
-    if streams:
-        made[200] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    if streams is not None:
+        made[200] = {"content": {streams: {"schema": {"type": "string"}}}}
     return made
 
 
 _GET: Final = _responses()
 _POST: Final = _responses(400, 404, 408, 413, 415, 429, 503)
-_STREAMED: Final = _responses(400, 404, 408, 413, 415, 429, 503, streams=True)
+_STREAMED: Final = _responses(400, 404, 408, 413, 415, 429, 503, streams=EVENTS)
 _ANTHROPIC: Final = _responses(400, 404, 408, 413, 415, 429, 529, model=AnthropicErrorBody)
-_ANTHROPIC_STREAMED: Final = _responses(400, 404, 408, 413, 415, 429, 529, streams=True, model=AnthropicErrorBody)
+_ANTHROPIC_STREAMED: Final = _responses(400, 404, 408, 413, 415, 429, 529, streams=EVENTS, model=AnthropicErrorBody)
+_OLLAMA_GET: Final = _responses(model=OllamaErrorBody)
+_OLLAMA: Final = _responses(400, 404, 408, 413, 415, 429, 503, model=OllamaErrorBody)
+_OLLAMA_STREAMED: Final = _responses(400, 404, 408, 413, 415, 429, 503, streams=LINES, model=OllamaErrorBody)
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -135,6 +149,7 @@ def create_app(service: Service) -> ASGIApp:
     )
     app.router.route_class = route_with(parsed, service.in_body_thread)
     _add_answers(app, service)
+    _add_ollama(app, service)
     _add_texts(app, service)
     _add_status(app, service)
     _add_pages(app)
@@ -213,6 +228,52 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/rerank", tags=["answers"], summary="Documents by how well they answer a query", responses=_POST)
     async def rank_documents(body: RerankBody, request: Request) -> Response:
         return await rerank(service, body, request)
+
+
+def _add_ollama(app: FastAPI, service: Service) -> None:
+    @app.post("/api/chat", tags=["ollama"], summary="Answer a conversation", responses=_OLLAMA_STREAMED)
+    async def api_chat(body: OllamaChatBody, request: Request) -> Response:
+        return await ollama_chat(service, body, request)
+
+    @app.post("/api/generate", tags=["ollama"], summary="Answer a prompt", responses=_OLLAMA_STREAMED)
+    async def api_generate(body: GenerateBody, request: Request) -> Response:
+        return await generate(service, body, request)
+
+    @app.post("/api/embed", tags=["ollama"], summary="A vector for each text", responses=_OLLAMA)
+    async def api_embed(body: EmbedBody, request: Request) -> Response:
+        return await ollama_embed(service, body, request)
+
+    @app.post("/api/embeddings", tags=["ollama"], summary="A vector for one text", responses=_OLLAMA)
+    async def api_embeddings(body: OldEmbedBody, request: Request) -> Response:
+        return await old_embed(service, body, request)
+
+    @app.post("/api/show", tags=["ollama"], summary="The model's sizes and template", responses=_OLLAMA)
+    async def api_show(body: ShowBody) -> Response:
+        llm = service.llm(body.model or body.name)
+        return json_response(await service.in_thread(shown, service, llm))
+
+    @app.get("/api/tags", tags=["ollama"], summary="What is served", responses=_OLLAMA_GET)
+    async def api_tags() -> Response:
+        return json_response({"models": [await service.in_thread(listed, service)]})
+
+    @app.get("/api/ps", tags=["ollama"], summary="What is in memory", responses=_OLLAMA_GET)
+    async def api_ps() -> Response:
+        llm = service.model
+        return json_response({"models": [] if llm is None else [await service.in_thread(running, service, llm)]})
+
+    @app.get("/api/version", tags=["ollama"], summary="The version of Ollama's API", responses=_OLLAMA_GET)
+    async def api_version() -> Response:
+        return json_response(version())
+
+    for name in NOT_HERE:
+        _refuse_path(app, f"/api/{name}", "DELETE" if name == "delete" else "POST", NOT_HERE[name])
+    _refuse_path(app, "/api/blobs/{digest}", "POST", NOT_HERE["create"])
+
+
+def _refuse_path(app: FastAPI, path: str, method: str, why: str) -> None:
+    @app.api_route(path, methods=[method], include_in_schema=False)
+    async def refused() -> Response:
+        raise Refusal(400, why)
 
 
 def _add_texts(app: FastAPI, service: Service) -> None:
@@ -312,8 +373,18 @@ def _add_status(app: FastAPI, service: Service) -> None:
 
 
 def _add_pages(app: FastAPI) -> None:
-    for path, name in (("/", "page.html"), ("/docs", "docs.html")):
-        _add_page(app, path, (_HERE / name).read_bytes())
+    page, docs = _page("page.html"), _page("docs.html")
+
+    @app.get("/", include_in_schema=False)
+    async def root(request: Request) -> Response:
+        """The page for browsers, which ask for HTML; Ollama's clients look whether these words are here."""
+        wants_page = "text/html" in request.headers.get("accept", "")
+        return page() if wants_page else Response("Ollama is running", media_type="text/plain", headers=_BY_ACCEPT)
+
+    @app.get("/docs", include_in_schema=False)
+    async def description() -> Response:
+        return docs()
+
     scripts = {path.relative_to(_VENDOR).as_posix(): path.read_bytes() for path in _VENDOR.rglob("*.js")}
 
     @app.get("/vendor/{path:path}", include_in_schema=False)
@@ -327,18 +398,18 @@ def _add_pages(app: FastAPI) -> None:
         return Response(_ICON, media_type="image/svg+xml", headers={"cache-control": "max-age=86400"})
 
 
-def _add_page(app: FastAPI, path: str, content: bytes) -> None:
+def _page(name: str) -> Callable[[], Response]:
+    """What makes responses with a page."""
+    content = (_HERE / name).read_bytes()
     headers = {"content-security-policy": policy_for(content.decode()), **_PAGE_HEADERS}
-
-    @app.get(path, include_in_schema=False)
-    async def page() -> Response:
-        return Response(content, media_type="text/html", headers=headers)
+    return lambda: Response(content, media_type="text/html", headers=headers)
 
 
+_BY_ACCEPT: Final[Mapping[str, str]] = {"vary": "accept", "cache-control": "no-cache"}
 _PAGE_HEADERS: Final[Mapping[str, str]] = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
+    **_BY_ACCEPT,
 }
 # The folders of `vendor` are named after versions, so a file never changes.
 _SCRIPT_HEADERS: Final[Mapping[str, str]] = {
@@ -390,6 +461,8 @@ def stream_error(path: str, refusal: Refusal, n_events: int) -> bytes:
             return lost_event(refusal, n_events)
         case "/v1/messages":
             return anthropic_error_event(refusal)
+        case "/api/chat" | "/api/generate":
+            return ollama_error_line(refusal)
     return error_event(refusal)
 
 

@@ -31,7 +31,7 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     n = body.n or 1
     with renamed(body.renamed):
         asked, ignored = await service.in_thread(conversation, llm, body)
-        answers, reader = await submitted(service, llm, asked, n, record)
+        answers, reader = await submitted(service, llm, asked, record, n)
     choices = [ChatChoice(index, llm.tokenizer, reader(), bool(body.logprobs)) for index in range(n)]
     kinds = ("chat.completion", "chat.completion.chunk")
     headers = ignored_header(ignored)

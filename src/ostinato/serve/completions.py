@@ -46,10 +46,11 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
 def prepare(service: Service, llm: LLM, body: CompletionBody) -> list[GenerationInput]:
     """Tokenize and check; in a thread, because a prompt may be long."""
     sampling = body.sampling()
-    return [GenerationInput(_ids(service, llm, prompt), sampling, False) for prompt in several(body.prompt)]
+    return [GenerationInput(prompt_ids(service, llm, prompt), sampling, False) for prompt in several(body.prompt)]
 
 
-def _ids(service: Service, llm: LLM, prompt: str | list[int]) -> list[int]:
+def prompt_ids(service: Service, llm: LLM, prompt: str | list[int]) -> list[int]:
+    """The tokens of a prompt as it is, without a template."""
     if isinstance(prompt, str):
         if not prompt:
             raise Refusal(400, "the prompt is empty; give it some text", param="prompt")

@@ -15,7 +15,7 @@ from ostinato.engine.request import Token
 from ostinato.llm import LLM
 from ostinato.options import Sampling
 from ostinato.serve.answers import Answers, GenerationInput, TokenUpdate, repeated
-from ostinato.serve.errors import Refusal
+from ostinato.serve.errors import TOO_LONG, Refusal
 from ostinato.serve.log import Record
 from ostinato.serve.logprobs import PendingTokens
 from ostinato.serve.service import Service
@@ -24,6 +24,7 @@ from ostinato.text.template import ChatTemplate
 from ostinato.text.tools import TemplateMessage, Tool, ToolChoice, ToolFormat
 
 IGNORED: Final = "x-ostinato-ignored"  # the header that names what of a request had no effect
+MOST_NAMED: Final = 32  # a client reads a header of a few kilobytes only
 _OF_THE_REQUEST: Final = ("self", "messages", "tools", "documents", "continue_final_message")
 
 
@@ -65,14 +66,57 @@ class ChatRequest:
 
 
 async def submitted(
-    service: Service, llm: LLM, asked: ChatRequest, n: int, record: Record
+    service: Service, llm: LLM, asked: ChatRequest, record: Record, n: int = 1
 ) -> tuple[Answers, Callable[[], AnswerReader]]:
-    """The answers to a conversation, started, and what makes the parser of one answer's text."""
+    """The `n` answers to a conversation, started, and what makes the parser of one answer's text."""
     text = await service.in_template_thread(rendered, service, llm, asked)
     ask, reader = await service.in_thread(prepare, service, llm, asked, text)
     answers = Answers(service, llm, repeated([ask], n), n, record, asked.names.messages)
     await answers.start()
     return answers, reader
+
+
+async def submitted_in_room(
+    service: Service, llm: LLM, asked: ChatRequest, record: Record
+) -> tuple[Answers, Callable[[], AnswerReader]]:
+    """The one answer to a conversation, started; if the conversation is too long, without its oldest turns."""
+    try:
+        return await submitted(service, llm, asked, record)
+    except Refusal as refusal:
+        if refusal.code != TOO_LONG:
+            raise
+        shorter = await _shortened(service, llm, asked)
+        if shorter is None:
+            raise
+    return await submitted(service, llm, shorter, record)
+
+
+async def _shortened(service: Service, llm: LLM, asked: ChatRequest) -> ChatRequest | None:
+    """The conversation from the earliest turn from which it fits; None if even the last is too long.
+
+    An answer needs room: its limit if it has one, otherwise a quarter of the context; at most half of the context."""
+    room = min(asked.sampling.max_tokens or llm.context // 4, llm.context // 2)
+    messages = asked.messages
+    n_system = 1 if messages and messages[0]["role"] == "system" else 0
+    starts = [index for index in range(n_system + 1, len(messages)) if messages[index]["role"] == "user"]
+
+    async def fits(shorter: ChatRequest) -> bool:
+        try:
+            return await n_prompt_tokens(service, llm, shorter) + room <= llm.context
+        except Refusal as refusal:
+            if refusal.code != TOO_LONG:
+                raise
+            return False
+
+    found, low, high = None, 0, len(starts)
+    while low < high:
+        middle = (low + high) // 2
+        shorter = replace(asked, messages=[*messages[:n_system], *messages[starts[middle] :]])
+        if await fits(shorter):
+            found, high = shorter, middle
+        else:
+            low = middle + 1
+    return found
 
 
 async def n_prompt_tokens(service: Service, llm: LLM, asked: ChatRequest) -> int:
@@ -150,17 +194,21 @@ def effort_options(template: ChatTemplate | None, effort: str) -> dict[str, Any]
     return None
 
 
-def thinking_options(template: ChatTemplate | None, wanted: bool) -> dict[str, Any] | None:
-    """Whether the model should reason, as variables of the template; None if the template has none for it."""
+def thinking_options(service: Service, template: ChatTemplate | None, wanted: bool) -> dict[str, Any] | None:
+    """Whether the model should reason, as variables of the template; None if the template has none for it and the
+    model does the other."""
     if template is not None and "enable_thinking" in template.source:
         return {"enable_thinking": wanted}
     known = effort_options(template, "none")
-    return {} if wanted and known is not None else known
+    if known is None:
+        return {} if wanted == (service.reasoning is not None) else None
+    return {} if wanted else known
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
     """The header that names what of a request had no effect, if anything had none."""
-    listed = ", ".join(dict.fromkeys(names))
+    known = list(dict.fromkeys(names))
+    listed = ", ".join(known[:MOST_NAMED] + (["..."] if len(known) > MOST_NAMED else []))
     return {IGNORED: listed} if listed else {}
 
 

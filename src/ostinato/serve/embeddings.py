@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ostinato.llm import LLM
-from ostinato.serve.errors import Refusal
+from ostinato.serve.errors import TOO_LONG, Refusal
 from ostinato.serve.log import Record
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import EmbeddingBody, several
@@ -22,14 +22,7 @@ from ostinato.serve.stream import client_gone, encode, json_response, while_conn
 async def embed(service: Service, body: EmbeddingBody, request: Request) -> Response:
     """Vectors for texts."""
     record: Record = request.state.record
-    llm, limits = service.llm(body.model), service.limits
-    inputs = several(body.input)
-    if len(inputs) > limits.inputs:
-        raise Refusal(400, f"{len(inputs)} texts were given; at most {limits.inputs} can be at once", param="input")
-    if body.dimensions is not None and body.dimensions > llm.shape.hidden:
-        message = f"dimensions is {body.dimensions}; this model's vectors have {llm.shape.hidden}"
-        raise Refusal(400, message, param="dimensions")
-    vectors = await while_connected(request.receive, _vectors(service, llm, body, inputs, record))
+    vectors = await vectors_of(service, request, body.model, several(body.input), body.dimensions, body.encoding_format)
     if vectors is None:
         return client_gone(record)
     data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
@@ -37,23 +30,46 @@ async def embed(service: Service, body: EmbeddingBody, request: Request) -> Resp
     return json_response({"object": "list", "data": data, "model": service.model_id, "usage": usage})
 
 
-async def _vectors(
-    service: Service, llm: LLM, body: EmbeddingBody, inputs: Sequence[str | list[int]], record: Record
-) -> list[msgspec.Raw]:
+async def vectors_of(
+    service: Service,
+    request: Request,
+    model: str | None,
+    inputs: Sequence[str | list[int]],
+    dimensions: int | None = None,
+    form: str | None = None,
+    *,
+    truncate: bool = False,
+) -> list[msgspec.Raw] | None:
+    """A vector for each text or its tokens, as JSON; None if the client disconnects. `truncate`: a text that is longer
+    than the context loses its end."""
+    record: Record = request.state.record
+    llm, limits = service.llm(model), service.limits
+    if len(inputs) > limits.inputs:
+        raise Refusal(400, f"{len(inputs)} texts were given; at most {limits.inputs} can be at once", param="input")
+    if dimensions is not None and dimensions > llm.shape.hidden:
+        message = f"dimensions is {dimensions}; this model's vectors have {llm.shape.hidden}"
+        raise Refusal(400, message, param="dimensions")
+
+    async def computed() -> list[msgspec.Raw]:
+        ids = await service.each_in_thread(_ids(llm, inputs, truncate))
+        record.prompt_tokens = n_tokens = sum(map(len, ids))
+        made = await service.beside(_encoded(llm, ids, dimensions, form))
+        service.metrics.prompt_tokens.inc(n_tokens)
+        return made
+
+    vectors: list[msgspec.Raw] | None = await while_connected(request.receive, computed())
+    return vectors
+
+
+def _encoded(
+    llm: LLM, ids: list[list[int]], dimensions: int | None, form: str | None
+) -> Generator[msgspec.Raw, None, None]:
     """The vectors as JSON: each is encoded in the thread that computes it, because all at once would take long."""
-    ids = await service.each_in_thread(_ids(llm, inputs))
-    record.prompt_tokens = n_tokens = sum(map(len, ids))
-
-    def encoded() -> Generator[msgspec.Raw, None, None]:
-        for vector in llm.each_embedding(ids):
-            yield msgspec.Raw(encode(shaped(vector.tolist(), body.dimensions, body.encoding_format)))
-
-    made = await service.beside(encoded())
-    service.metrics.prompt_tokens.inc(n_tokens)
-    return made
+    for vector in llm.each_embedding(ids):
+        yield msgspec.Raw(encode(shaped(vector.tolist(), dimensions, form)))
 
 
-def _ids(llm: LLM, inputs: Sequence[str | list[int]]) -> Generator[list[int], None, None]:
+def _ids(llm: LLM, inputs: Sequence[str | list[int]], truncate: bool) -> Generator[list[int], None, None]:
     """The token ids of each text, checked."""
     for index, text in enumerate(inputs):
         ids = llm.tokenize(text) if isinstance(text, str) else text
@@ -62,12 +78,15 @@ def _ids(llm: LLM, inputs: Sequence[str | list[int]]) -> Generator[list[int], No
         if max(ids) >= llm.shape.vocab:
             message = f"input[{index}] has the token id {max(ids)}; this model has ids from 0 to {llm.shape.vocab - 1}"
             raise Refusal(400, message, param="input")
+        if truncate and len(ids) > llm.context:
+            end = ids[-1:] if llm.tokenizer.add_eos else []  # the end token stays the last
+            ids = [*ids[: llm.context - len(end)], *end]
         if len(ids) > llm.context:
             raise Refusal(
                 400,
                 f"input[{index}] has {len(ids)} tokens and the context holds {llm.context}; shorten it",
                 param="input",
-                code="context_length_exceeded",
+                code=TOO_LONG,
             )
         yield ids
 

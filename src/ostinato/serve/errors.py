@@ -1,5 +1,5 @@
-"""Errors in OpenAI's shape: one JSON object with a message, a type, a field and a code; and in Anthropic's, for those
-who use its API.
+"""Errors in OpenAI's shape: one JSON object with a message, a type, a field and a code; and in those of Anthropic and
+Ollama, for those who use their APIs.
 
 Every error of ours has its HTTP status (`ostinato.errors`); any other exception becomes an internal error without
 details: no stack trace leaves the process.
@@ -20,6 +20,7 @@ from starlette.types import Scope
 from ostinato.errors import BadInput, OstinatoError, PromptTooLong
 
 RETRY_AFTER_S: Final = 1
+TOO_LONG: Final = "context_length_exceeded"  # the code of a prompt that the context cannot hold
 OUR_FAULT: Final = "this is the server's fault; the operator's log has the details"
 
 # The type and the code of a status.
@@ -122,6 +123,8 @@ def error_response(refusal: Refusal, scope: Scope, headers: Mapping[str, str] | 
     status, body = refusal.status, refusal.body()
     if uses_anthropic(scope):
         status, body = anthropic_status(refusal), anthropic_error(refusal, scope["state"]["record"].id)
+    elif uses_ollama(scope):
+        body = ollama_error(refusal)
     # The standard library's JSON can encode any field name that a client sent, even a lone surrogate.
     return Response(json.dumps(body).encode(), status, more, media_type="application/json")
 
@@ -147,3 +150,17 @@ def anthropic_error(refusal: Refusal, id: str | None = None) -> dict[str, Any]:
     # There is no code for it in this shape: clients look for these words.
     message = f"prompt is too long: {refusal.message}" if refusal.code == TOO_LONG else refusal.message
     return {"type": "error", "error": {"type": kind, "message": message, **details}, "request_id": id}
+
+
+# Ollama's shape
+
+
+def uses_ollama(scope: Scope) -> bool:
+    """Whether a request is one of Ollama's API: by its path."""
+    path: str = scope["path"]
+    return path.startswith("/api/")
+
+
+def ollama_error(refusal: Refusal) -> dict[str, Any]:
+    """An error in Ollama's shape."""
+    return {"error": refusal.message}

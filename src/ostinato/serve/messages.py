@@ -45,7 +45,7 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
     record: Record = request.state.record
     llm = service.llm(body.model)
     asked = await service.in_thread(translated, service, llm, body)
-    answers, reader = await submitted(service, llm, asked.conversation, 1, record)
+    answers, reader = await submitted(service, llm, asked.conversation, record)
     omitted = body.thinking is not None and body.thinking.display == "omitted"
     content = AnswerParts(AnswerDeltas(reader(), logprobs=False), NewBlock(shows_thinking=not omitted))
     reply = MessageReply(service.model_id, body.max_tokens, answers, content, record)
@@ -86,10 +86,9 @@ def translated(service: Service, llm: LLM, body: CountBody) -> TranslatedMessage
         ignored += ["output_config.effort"] if known is None else []
     if (thinking := body.thinking) is not None:
         wanted = thinking.type != "disabled"
-        known = thinking_options(llm.template, wanted)
+        known = thinking_options(service, llm.template, wanted)
         options |= known or {}
-        does_already = wanted == (service.reasoning is not None)
-        ignored += ["thinking"] if known is None and not does_already else []
+        ignored += ["thinking"] if known is None else []
         ignored += ["thinking.budget_tokens"] if thinking.budget_tokens is not None else []
     choice, tools, messages = body.tool_choice, _tools(body), messages_of(body)
     asked = ChatRequest(

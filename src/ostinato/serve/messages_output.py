@@ -9,10 +9,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic_core import from_json
-
 from ostinato.engine.request import Token
-from ostinato.serve.answer_parts import Event, PartKind
+from ostinato.serve.answer_parts import Event, PartKind, arguments_of
 from ostinato.serve.sealed import sealed
 from ostinato.text.answer import CallDelta
 
@@ -93,20 +91,7 @@ class ToolUseBlock(ContentBlock):
         return {"type": "input_json_delta", "partial_json": text}
 
     def whole(self) -> dict[str, Any]:
-        return {"type": "tool_use", "id": self._id, "name": self._name, "input": _object(self.text)}
-
-
-def _object(text: str) -> dict[str, Any]:
-    """The arguments of a call, as far as they go where the answer was cut inside of them.
-
-    >>> _object('{"far": true, "at": "se'), _object("")
-    ({'far': True}, {})
-    """
-    try:
-        found = from_json(text, allow_partial=True)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        return {"type": "tool_use", "id": self._id, "name": self._name, "input": arguments_of(self.text)}
 
 
 class NewBlock:

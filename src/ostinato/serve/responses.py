@@ -5,8 +5,8 @@ The body is in `responses_body.py`, items and events in `responses_output.py`, w
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from pydantic import TypeAdapter
@@ -24,6 +24,7 @@ from ostinato.serve.conversation import (
     ignored_header,
     n_prompt_tokens,
     submitted,
+    submitted_in_room,
 )
 from ostinato.serve.errors import TOO_LONG, Refusal, renamed
 from ostinato.serve.log import Record
@@ -52,7 +53,6 @@ from ostinato.serve.sealed import sealed
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import JsonFormat
 from ostinato.serve.stream import EventStream, at_once, encode, formatted, json_response, named_event
-from ostinato.text.answer import AnswerReader
 from ostinato.text.tools import Tool, ToolChoice, allowed, read_choice, read_tools
 
 NOT_KEPT: Final = (
@@ -72,7 +72,8 @@ async def respond(service: Service, body: ResponsesBody, request: Request) -> Re
     items = [_resolved(service.responses, item) for item in body.items]
     with renamed(_PARAMS):
         asked = await service.in_thread(translated, llm, body, previous, items)
-        answers, reader = await _submitted(service, llm, body, asked.conversation, record)
+        submit = submitted_in_room if body.truncation == "auto" else submitted
+        answers, reader = await submit(service, llm, asked.conversation, record)
     deltas = AnswerDeltas(reader(), logprobs=body.n_logprobs is not None)
     seal = sealed if ENCRYPTED in (body.include or ()) else None
     new_item = NewItem(record.id, llm.tokenizer, seal, namespaces_of(asked.offered))
@@ -184,52 +185,6 @@ def _tools(body: ResponsesBody, functions: Sequence[FunctionTool]) -> tuple[tupl
                 message = f"tool_choice names a tool of the type {choice.type!r}; only functions can be called here"
                 raise Refusal(400, message, param="tool_choice")
             return tools, read_choice({"function": {"name": choice.name}}, tools)
-
-
-# Truncation
-
-
-async def _submitted(
-    service: Service, llm: LLM, body: ResponsesBody, asked: ChatRequest, record: Record
-) -> tuple[Answers, Callable[[], AnswerReader]]:
-    """The answer, started; with `truncation: auto` and too long a conversation, without its oldest turns."""
-    try:
-        return await submitted(service, llm, asked, 1, record)
-    except Refusal as refusal:
-        if body.truncation != "auto" or refusal.code != TOO_LONG:
-            raise
-        shorter = await _shortened(service, llm, asked)
-        if shorter is None:
-            raise
-    return await submitted(service, llm, shorter, 1, record)
-
-
-async def _shortened(service: Service, llm: LLM, asked: ChatRequest) -> ChatRequest | None:
-    """The conversation from the earliest turn from which it fits; None if even the last is too long.
-
-    An answer needs room: its limit if it has one, otherwise a quarter of the context; at most half of the context."""
-    room = min(asked.sampling.max_tokens or llm.context // 4, llm.context // 2)
-    messages = asked.messages
-    n_system = 1 if messages and messages[0]["role"] == "system" else 0
-    starts = [index for index in range(n_system + 1, len(messages)) if messages[index]["role"] == "user"]
-
-    async def fits(shorter: ChatRequest) -> bool:
-        try:
-            return await n_prompt_tokens(service, llm, shorter) + room <= llm.context
-        except Refusal as refusal:
-            if refusal.code != TOO_LONG:
-                raise
-            return False
-
-    found, low, high = None, 0, len(starts)
-    while low < high:
-        middle = (low + high) // 2
-        shorter = replace(asked, messages=[*messages[:n_system], *messages[starts[middle] :]])
-        if await fits(shorter):
-            found, high = shorter, middle
-        else:
-            low = middle + 1
-    return found
 
 
 # After

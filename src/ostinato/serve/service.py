@@ -20,7 +20,7 @@ from ostinato.engine.stats import Stats
 from ostinato.engine.token_queue import TokenDispatcher, TokenQueue
 from ostinato.errors import OstinatoError
 from ostinato.llm import LLM
-from ostinato.serve.errors import Refusal
+from ostinato.serve.errors import TOO_LONG, Refusal
 from ostinato.serve.log import Write, new_id, write_line
 from ostinato.serve.metrics import Metrics
 from ostinato.serve.response_store import ResponseStore
@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 # Requests beyond slots and queue: their prompts are being prepared.
 IN_PREPARATION: Final = 64
+LATEST: Final = ":latest"  # Ollama's clients add it to a name that has no tag
 _PROMPT_THREADS: Final = 4
 _BESIDE_THREADS: Final = 4
 
@@ -138,7 +139,7 @@ class Service:
 
     def check_name(self, model: str) -> None:
         """Refuse a name that is not the model's."""
-        if model not in self.model_ids:
+        if model not in self.model_ids and model.removesuffix(LATEST) not in self.model_ids:
             message = f"the model {model!r} is not served here; {self.model_id!r} is"
             raise Refusal(404, message, param="model", code="model_not_found")
 
@@ -151,7 +152,7 @@ class Service:
                 400,
                 f"the prompt has {len(text)} characters, more than {context} tokens can hold; shorten it",
                 param=field,
-                code="context_length_exceeded",
+                code=TOO_LONG,
             )
 
     @property

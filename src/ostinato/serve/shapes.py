@@ -10,7 +10,7 @@ import dataclasses
 import json
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
@@ -76,6 +76,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 StopStrings = Annotated[StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None, _EMPTY]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Role = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z_]+$")]
 # A word of a client that is repeated in a header.
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 FunctionName = Annotated[str, StringConstraints(pattern=rf"^[A-Za-z0-9_.-]{{1,{MAX_NAME}}}$")]
@@ -113,10 +114,14 @@ class Body(FailFastModel):
         strict=True, allow_inf_nan=False, extra="allow", json_schema_extra={"additionalProperties": False}
     )
 
+    names_unknown: ClassVar[bool] = False  # unknown fields are not refused, but named in a header
+
     model: str | None = None
 
     @model_validator(mode="after")
     def _refuse_unknown(self) -> Body:
+        if self.names_unknown:
+            return self
         known = {*type(self).model_fields, *HARMLESS}
         for name, value in (self.model_extra or {}).items():
             if value is None or name in HARMLESS or name in NOTED or _is_one_of(value, NEUTRAL.get(name, ())):
@@ -175,7 +180,7 @@ class Message(FailFastModel):
 
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": False})
 
-    role: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z_]+$")]
+    role: Role
     content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None

@@ -1,4 +1,4 @@
-"""Answers on the wire: server-sent events as they are made, or one JSON object; and disconnected clients.
+"""Answers on the wire: events or lines as they are made, or one JSON object; and disconnected clients.
 
 Bytes only: the modules named after the endpoints make the content of events.
 """
@@ -23,6 +23,8 @@ from ostinato.serve.log import Record
 
 DONE: Final = b"data: [DONE]\n\n"
 KEEP_ALIVE: Final = b": waiting\n\n"
+EVENTS: Final = "text/event-stream"
+LINES: Final = "application/x-ndjson"  # one JSON object on each line
 CLIENT_GONE: Final = 499  # nginx's code; it appears only in the log
 
 encode: Final = msgspec.json.Encoder().encode
@@ -60,7 +62,7 @@ def error_event(refusal: Refusal) -> bytes:
 async def formatted(
     answers: Answers, format: Callable[[Sequence[TokenUpdate]], bytes], keep_alive: bytes = KEEP_ALIVE
 ) -> AsyncGenerator[bytes, None]:
-    """A stream's parts while tokens arrive, as a face formats them; `keep_alive`, a comment, while none arrives."""
+    """A stream's parts while tokens arrive, as a face formats them; `keep_alive` while none arrives."""
     while not answers.done:
         updates = await answers.more()
         if not updates:
@@ -76,8 +78,6 @@ async def formatted(
 class EventStream(Response):
     """A response that lasts until its events end, its client disconnects, or a failure adds one error event."""
 
-    media_type = "text/event-stream"
-
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
@@ -87,9 +87,11 @@ class EventStream(Response):
         *,
         headers: Mapping[str, str] | None = None,
         failed: Callable[[Refusal], bytes] = error_event,
+        media_type: str = EVENTS,
     ) -> None:
         """`failed` makes the error event."""
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
+        given = {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})}
+        super().__init__(headers=given, media_type=media_type)
         del self.headers["content-length"]
         self._events, self._answers, self._record, self._write_s = events, answers, record, write_s
         self._failed = failed
