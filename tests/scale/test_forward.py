@@ -123,6 +123,15 @@ def test_a_stream_of_a_message_that_breaks_off_ends_with_an_event_of_its_kind(de
     assert (name, event.error.type) == ("event: error", "overloaded_error")
 
 
+def test_a_stream_of_lines_that_breaks_off_ends_with_a_line_of_its_kind(deployment: ModuleType) -> None:
+    lines = [(b"content-type", b"application/x-ndjson")]
+    played = Played([(200, lines, "x"), b'{"done":false}\n', died()])
+    body = b"".join(message.get("body", b"") for message in passed(deployment, played, "/api/chat")).decode()
+    first, last = body.splitlines()
+    assert json.loads(first) == {"done": False}
+    assert list(json.loads(last)) == ["error"]
+
+
 def test_replicas_keep_no_responses(deployment: ModuleType) -> None:
     with pytest.raises(BadOption, match="replicas keep no responses"):
         deployment.application(ServeOptions("tiny", keep_responses=3), ScaleOptions())

@@ -236,7 +236,8 @@ def test_pages_tell_of_all_replicas(server: Replicas) -> None:
     assert server.get("/ready").json() == {"ready": True}
     slots = server.get("/slots").json()
     assert Counter(slot["replica"] for slot in slots["slots"]) == {one["replica"]: 4 for one in facts["replicas"]}
-    assert "text/html" in server.get("/").headers["content-type"]
+    assert server.get("/").text == "Ollama is running"
+    assert "text/html" in server.get("/", accept="text/html").headers["content-type"]
     assert server.get("/openapi.json").json()["info"]["title"] == "Ostinato"
     assert server.get("/nowhere").status_code == 404
 

@@ -23,13 +23,19 @@ from tests.serve.running import DEADLINE_S, Running, serving
 CHAT = "/v1/chat/completions"
 HELLO: Any = [{"role": "user", "content": "hello"}]
 LONG: Any = {"messages": HELLO, "ignore_eos": True}
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+RESPONSES, MESSAGES, OLLAMA = "/v1/responses", "/v1/messages", "/api/chat"
 FACES: dict[str, Any] = {
     CHAT: LONG,
     RESPONSES: {"input": "hello", "ignore_eos": True},
     MESSAGES: {**LONG, "max_tokens": 4096},
+    OLLAMA: {"messages": HELLO, "options": {"ignore_eos": True}},
 }
-LIMIT = {CHAT: "max_tokens", RESPONSES: "max_output_tokens", MESSAGES: "max_tokens"}
+LIMITED: dict[str, Any] = {
+    CHAT: {"max_tokens": 700},
+    RESPONSES: {"max_output_tokens": 700},
+    MESSAGES: {"max_tokens": 700},
+    OLLAMA: {"options": {"ignore_eos": True, "num_predict": 700}},
+}
 every_face = pytest.mark.parametrize("path", FACES)
 SLOW: Any = {"context": 4096, "mode": "eager"}  # a step takes long enough that an answer can be caught on its way
 
@@ -51,10 +57,10 @@ def asking(server: Running, path: str, body: dict[str, Any]) -> socket.socket:
 
 
 def error_in(line: str) -> dict[str, Any]:
-    """The error of a stream's last event."""
+    """The error of a stream's last event; Ollama's has only a message."""
     last = json.loads(line.removeprefix("data: "))
-    error: dict[str, Any] = last["error"] if "error" in last else last["response"]["error"]
-    return error
+    error = last["error"] if "error" in last else last["response"]["error"]
+    return {"message": error, "type": None} if isinstance(error, str) else error
 
 
 def free_slots(server: Running) -> int:
@@ -155,8 +161,9 @@ def test_a_request_that_takes_too_long_ends_with_an_error_event(tiny: Path, path
         text = server.post(path, {**FACES[path], "stream": True}).text
         error = error_in(text.strip().split("\n")[-1])
         assert error["message"] == "no request may take longer than 0 s"
-        kind = error["type"] if path == MESSAGES else error["code"]
-        assert kind == {CHAT: "timeout", RESPONSES: "server_error", MESSAGES: "timeout_error"}[path]
+        kind = error["type"] if path in (MESSAGES, OLLAMA) else error["code"]
+        kinds = {CHAT: "timeout", RESPONSES: "server_error", MESSAGES: "timeout_error", OLLAMA: None}
+        assert kind == kinds[path]
         assert "[DONE]" not in text
 
 
@@ -167,18 +174,19 @@ def test_a_request_that_takes_too_long_ends_with_an_error_event(tiny: Path, path
 @every_face
 def test_a_drained_server_ends_what_runs_and_takes_nothing_new(tiny: Path, path: str) -> None:
     with serving(tiny, llm={**SLOW, "slots": 2}) as server, server.http() as http:
-        with http.stream("POST", path, json={**FACES[path], "stream": True, LIMIT[path]: 1500}) as running:
+        with http.stream("POST", path, json={**FACES[path], "stream": True, **LIMITED[path]}) as running:
             lines = running.iter_lines()
             next(lines)
             server.call(server.worker.signalled)
             until(lambda: server.service.state == "draining", "it drains")
             reply = server.post(path, FACES[path])
-            assert "the server is being stopped" in reply.json()["error"]["message"]
+            assert "the server is being stopped" in error_in(reply.text)["message"]
             assert reply.status_code == (529 if path == MESSAGES else 503)
             assert server.get("/health").json()["status"] == "draining"
-            last = list(lines)[-2]
-            kinds = ("response.incomplete", "message_stop")
-            assert last == "data: [DONE]" or json.loads(last.removeprefix("data: "))["type"] in kinds
+            last = [line for line in lines if line][-1].removeprefix("data: ")
+            ends = {CHAT: "[DONE]", RESPONSES: "response.incomplete", MESSAGES: "message_stop", OLLAMA: "length"}
+            told = {} if path == CHAT else json.loads(last)
+            assert told.get("type", told.get("done_reason", last)) == ends[path]
         until(lambda: bool(server.exit_code), "it ends")
         assert server.exit_code == [0]
 
@@ -209,8 +217,9 @@ def test_an_engine_that_dies_sends_each_client_one_error_and_ends_its_worker(tin
             kill(server)
             for lines in readers:
                 last = [line for line in lines if line][-1]
-                kind = "overloaded_error" if path == MESSAGES else "service_unavailable_error"
+                kind = {MESSAGES: "overloaded_error", OLLAMA: None}.get(path, "service_unavailable_error")
                 assert error_in(last)["type"] == kind
+                assert error_in(last)["message"] == "broken on purpose"
         until(lambda: bool(server.exit_code), "it ends")
         assert server.exit_code == [70]
         assert [event for event in server.told if event["event"] == "fault"]

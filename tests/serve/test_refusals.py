@@ -174,7 +174,7 @@ def test_paths_methods_and_types_that_are_not_there_are_told_in_the_same_shape(s
 
 def test_a_path_that_is_not_there_is_told_before_the_type_of_its_body(server: Running, tiny: Path) -> None:
     with server.http() as http:
-        assert http.post("/api/generate", content=b"{}").status_code == 404
+        assert http.post("/api/nowhere", content=b"{}").status_code == 404
 
 
 def test_a_body_beyond_the_limit_is_told_so(server: Running) -> None:

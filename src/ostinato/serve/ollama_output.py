@@ -44,11 +44,11 @@ class TextPart:
 
 
 class CallPart:
-    """A call of a tool. `index`: of the call."""
+    """A call of a tool."""
 
     def __init__(self, call: CallDelta) -> None:
         self._call = call
-        self._texts = [call.arguments]
+        self._texts: list[str] = []
 
     def begin(self) -> list[Event]:
         return []
