@@ -56,6 +56,7 @@ CLIENTS = (
     Client("litellm", "litellm_responses.py", "`litellm.responses`"),
     Client("langchain-openai", "langchain_responses.py", "`use_responses_api`"),
     Client("anthropic", "anthropic_messages.py", "`messages.*`"),
+    Client("ollama", "ollama_client.py", "`chat`, `generate`, `embed`, `embeddings`, `list`, `show`, `ps`"),
     Client("openai", "openai_responses.mjs", "`responses.*`, in Node"),
     Client("@ai-sdk/openai", "ai_sdk.mjs", "its default API, in Node"),
     Client("@openai/codex", "codex_exec.py", "`codex exec`, a tool call", coders.CODEX),
@@ -127,13 +128,16 @@ def run(client: Client, server: Running, python: Path) -> str:
 def variables(server: Running) -> dict[str, str]:
     """The environment of a client: where the server is, and no other traffic."""
     kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("ANTHROPIC_", "OPENAI_", "PYTHON"))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ANTHROPIC_", "OLLAMA_", "OPENAI_", "PYTHON"))
     }
     return kept | {
         "OPENAI_BASE_URL": f"{server.url}/v1",
         "OPENAI_API_KEY": "none",
         "ANTHROPIC_BASE_URL": server.url,
         "ANTHROPIC_API_KEY": "none",
+        "OLLAMA_HOST": server.url,
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "LANGSMITH_TRACING": "false",

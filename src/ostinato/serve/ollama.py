@@ -54,7 +54,7 @@ async def generate(service: Service, body: GenerateBody, request: Request) -> Re
     return await _answer(service, body, request, as_response)
 
 
-async def _answer(service: Service, body: AnswerBody, request: Request, shape: Shape) -> Response:
+async def _answer(service: Service, body: AnswerBody, request: Request, shape: MessageShape) -> Response:
     record: Record = request.state.record
     llm = service.llm(body.model)
     asked = await service.in_thread(translated, service, llm, body)
@@ -138,7 +138,7 @@ async def _submitted(
 # After
 
 
-Shape = Callable[[Mapping[str, Any]], dict[str, Any]]
+MessageShape = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def as_message(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class AnswerHead:
     """What every line of an answer begins with. `model`: as the client named it."""
 
     model: str
-    shape: Shape
+    shape: MessageShape
     clock: Callable[[], float]
 
     def line(self, part: Mapping[str, Any], *, done: bool = False, **more: Any) -> dict[str, Any]:
