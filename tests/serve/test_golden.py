@@ -65,7 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ollama-generate": ("/api/generate", {"model": "tiny:latest", "prompt": "hello", "options": ONLY_A}),
     "ollama-call": (
         "/api/chat",
-        {"messages": HELLO, "tools": [TOOL], "options": {"temperature": 0, "seed": 1, "tool_choice": "required"}},
+        {"messages": HELLO, "tools": [TOOL], "options": ONE_CALL},
     ),
     "completion": ("/v1/completions", {"prompt": "hello", **ONLY_A}),
     "completion-echo": ("/v1/completions", {"prompt": "hello", **ONLY_A, "echo": True}),

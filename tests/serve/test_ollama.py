@@ -231,6 +231,16 @@ def test_options_are_read_by_the_names_of_ollama_and_by_ours(server: Running) ->
     assert ask(server, {"options": {**FEW, "num_predict": 3}})["eval_count"] == 3
 
 
+def test_what_clients_write_for_not_given_is_taken_so(server: Running) -> None:
+    given = {**only(server, "a"), "num_predict": 3, "top_k": -1, "stop": ""}
+    assert (
+        ask(server, {"options": given})["digest"]
+        == ask(server, {"options": {**only(server, "a"), "n_predict": 3}})["digest"]
+    )
+    reply = server.post(PATH, {"messages": [HELLO], "stream": False, "options": {"n_predict": 3, "seed": -1}})
+    assert IGNORED not in reply.headers
+
+
 @pytest.mark.parametrize("n", [-1, -2, 0])
 def test_a_limit_below_one_is_none(server: Running, n: int) -> None:
     stops = {**only(server, "a"), "stop": ["aaaaa"]}
@@ -359,6 +369,14 @@ def test_a_turn_of_calls_is_read_as_a_chat_reads_it(server: Running, named: str)
     assert ask(server, {"messages": mine, "tools": [LOOK]})["digest"] == chat_of(server, chat, tools=[LOOK])["digest"]
 
 
+def test_a_last_message_of_the_assistant_is_continued_as_in_a_chat(server: Running) -> None:
+    begun = [HELLO, {"role": "assistant", "content": "It is"}]
+    digest = ask(server, {"messages": begun})["digest"]
+    assert digest == chat_of(server, begun)["digest"]
+    assert digest != chat_of(server, begun, continue_final_message=False)["digest"]
+    assert ask(server, {"messages": begun, "format": Answer.model_json_schema()})["done_reason"] in ("stop", "length")
+
+
 # Long conversations
 
 
@@ -424,6 +442,8 @@ def test_who_asks_for_html_gets_the_page_and_others_the_word(server: Running) ->
     assert (word.text, word.headers["content-type"]) == ("Ollama is running", "text/plain; charset=utf-8")
     assert server.get("/", accept="application/json").text == word.text
     assert page.headers["vary"] == word.headers["vary"] == "accept"
+    with server.http() as http:
+        assert [http.head(path).status_code for path in ("/", "/api/tags", "/api/version")] == [200] * 3
 
 
 def test_a_server_that_loads_or_is_full_says_so(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

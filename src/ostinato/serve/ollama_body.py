@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field
 
 from ostinato.options import MAX_LOGPROBS, Sampling
 from ostinato.serve.errors import Refusal
-from ostinato.serve.shapes import Body, FunctionCall, Message, Role, SamplingBody, Sent, ToolCall
+from ostinato.serve.shapes import Body, FunctionCall, Message, MostTokens, Role, SamplingBody, Sent, ToolCall
 from ostinato.text.tools import TemplateMessage
 
 # An object with one of these may have properties that it does not name.
@@ -44,7 +44,8 @@ class OllamaOptions(SamplingBody):
 
     num_predict: int | None = Field(default=None, description="At most so many tokens; below 1 there is no limit.")
     num_ctx: int | None = Field(default=None, description="No effect: the server's operator sets the context.")
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: MostTokens = None
+    n_predict: MostTokens = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
