@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ostinato.llm import LLM
-from ostinato.serve.answer_parts import AnswerParts, Event
+from ostinato.serve.answer_parts import AnswerParts
 from ostinato.serve.answers import Answers, GenerationInput, TokenUpdate
 from ostinato.serve.completions import prompt_ids
 from ostinato.serve.conversation import (
@@ -63,12 +63,10 @@ async def _answer(service: Service, body: AnswerBody, request: Request, shape: M
     streams = body.stream is not False
     if not asked.conversation.messages:
         # Clients of Ollama have a model loaded in this way; here it is already.
-        loaded = head.line({}, done=True, done_reason="load")
-        return (
-            Response(_line(loaded), media_type=LINES, headers=headers)
-            if streams
-            else json_response(loaded, 200, headers)
-        )
+        loaded = head.last({}, "load")
+        if streams:
+            return Response(_line(loaded), media_type=LINES, headers=headers)
+        return json_response(loaded, headers=headers)
     answers, reader = await _submitted(service, llm, body, asked.conversation, record)
     deltas = AnswerDeltas(reader, logprobs=bool(body.logprobs))
     reply = OllamaReply(head, answers, AnswerParts(deltas, NewMessagePart(llm.tokenizer)), record)
@@ -147,8 +145,9 @@ def as_message(part: Mapping[str, Any]) -> dict[str, Any]:
     >>> as_message({"thinking": "hm"})
     {'message': {'role': 'assistant', 'content': '', 'thinking': 'hm'}}
     """
-    own = {name: value for name, value in part.items() if name != "logprobs"}
-    return {"message": {"role": "assistant", "content": "", **own}, **_logprobs(part)}
+    message: dict[str, Any] = {"role": "assistant", "content": "", **part}
+    listed = message.pop("logprobs", None)
+    return {"message": message} if listed is None else {"message": message, "logprobs": listed}
 
 
 def as_response(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,12 +156,9 @@ def as_response(part: Mapping[str, Any]) -> dict[str, Any]:
     >>> as_response({"content": "yes"})
     {'response': 'yes'}
     """
-    thinking = {"thinking": part["thinking"]} if "thinking" in part else {}
-    return {"response": part.get("content", ""), **thinking, **_logprobs(part)}
-
-
-def _logprobs(part: Mapping[str, Any]) -> dict[str, Any]:
-    return {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+    response = {"response": "", **part}
+    response["response"] = response.pop("content", "")
+    return response
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +169,18 @@ class AnswerHead:
     shape: MessageShape
     clock: Callable[[], float]
 
-    def line(self, part: Mapping[str, Any], *, done: bool = False, **more: Any) -> dict[str, Any]:
-        """A line with a part of the message."""
-        return {"model": self.model, "created_at": timestamp(self.clock()), **self.shape(part), "done": done, **more}
+    def last(self, part: Mapping[str, Any], reason: str, **more: Any) -> dict[str, Any]:
+        """The last line, or the whole answer; with the message, or what is left of it."""
+        now = timestamp(self.clock())
+        ended = {"done": True, "done_reason": reason, **more}
+        return {"model": self.model, "created_at": now, **self.shape(part), **ended}
+
+    def lines(self, parts: Iterable[Mapping[str, Any]]) -> bytes:
+        """Lines with parts of the message."""
+        now = timestamp(self.clock())
+        return b"".join(
+            _line({"model": self.model, "created_at": now, **self.shape(part), "done": False}) for part in parts
+        )
 
 
 class OllamaReply:
@@ -189,21 +194,19 @@ class OllamaReply:
         while not self._answers.done:
             for update in await self._answers.more():
                 self._parts.format_update(update)
-        return self._head.line(joined(self._parts.whole()), done=True, **await self._end())
+        return self._head.last(joined(self._parts.whole()), **await self._end())
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
         """The stream."""
 
         def format(updates: Sequence[TokenUpdate]) -> bytes:
-            return self._encoded(event for update in updates for event in self._parts.format_update(update))
+            parts = [part for update in updates for part in self._parts.format_update(update)]
+            return self._head.lines(parts) if parts else b""
 
         # Clients parse every line, so a part without text keeps the connection alive.
-        async for part in formatted(self._answers, format, self._encoded([{}])):
+        async for part in formatted(self._answers, format, self._head.lines([{}])):
             yield part
-        yield _line(self._head.line({}, done=True, **await self._end()))
-
-    def _encoded(self, events: Iterable[Event]) -> bytes:
-        return b"".join(_line(self._head.line(event)) for event in events)
+        yield _line(self._head.last({}, **await self._end()))
 
     async def _end(self) -> dict[str, Any]:
         """How the answer ended, after its last token."""
@@ -212,7 +215,7 @@ class OllamaReply:
         assert completion is not None, "the answer has not ended"
         timings = completion.timings
         return {
-            "done_reason": "length" if reason == "length" else "stop",
+            "reason": "length" if reason == "length" else "stop",
             "total_duration": _ns(time.perf_counter() - self._record.started),
             "load_duration": 0,
             "prompt_eval_count": len(completion.prompt_ids),
