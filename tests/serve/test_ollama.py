@@ -25,7 +25,8 @@ from tests.serve.running import DEADLINE_S, Running, only, serving
 CHAT, PATH, GENERATE, EMBED = "/v1/chat/completions", "/api/chat", "/api/generate", "/api/embed"
 HELLO: Any = {"role": "user", "content": "hello"}
 FEW: Any = {"num_predict": 12, "seed": 3, "temperature": 0}
-FORCED: Any = {"seed": 3, "temperature": 0, "num_predict": 200, "tool_choice": "required"}
+ONE_CALL: Any = {"tool_choice": "required", "parallel_tool_calls": False}
+FORCED: Any = {"seed": 3, "temperature": 0, "num_predict": 200, **ONE_CALL}
 SEED: Any = {"max_tokens": 12, "seed": 3, "temperature": 0}
 LOOK: Any = {
     "type": "function",

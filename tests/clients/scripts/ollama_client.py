@@ -39,7 +39,7 @@ parsed = ollama.chat(model=MODEL, messages=[HELLO], format=Answer.model_json_sch
 check("a schema", Answer.model_validate_json(parsed.message.content))
 check("json", ollama.chat(model=MODEL, messages=[HELLO], format="json", options=SHORT).message.content[0] == "{")
 # A random model calls a function only if it must.
-forced = {"num_predict": 200, "tool_choice": "required"}
+forced = {"num_predict": 200, "tool_choice": "required", "parallel_tool_calls": False}
 called = ollama.chat(model=MODEL, messages=[HELLO], tools=[look], options=forced)
 call = called.message.tool_calls[0].function
 check("a tool call", call.name == "look" and isinstance(call.arguments["far"], bool))
