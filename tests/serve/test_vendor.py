@@ -55,7 +55,7 @@ def test_what_the_page_loads_is_there_and_nothing_else_is(server: Running) -> No
 
 
 def test_the_policy_of_the_page_names_hashes_and_this_server(server: Running) -> None:
-    policy = server.get("/").headers["content-security-policy"]
+    policy = server.get("/", accept="text/html").headers["content-security-policy"]
     assert "unsafe" not in policy
     assert "default-src 'none'" in policy
     assert policy.count("'sha256-") == 3  # two scripts and a style
