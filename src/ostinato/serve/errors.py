@@ -46,7 +46,6 @@ _ANTHROPIC: Final = {
     429: "rate_limit_error",
     529: "overloaded_error",
 }
-TOO_LONG: Final = "context_length_exceeded"
 NO_THREADS: Final = "thread_unsupported_request"  # Anthropic's code; its clients then send whole conversations
 _OVERLOADED: Final = 529  # Anthropic's status for "not now"
 # What the packages above call a value, and the field that held it.

@@ -26,7 +26,7 @@ from ostinato.serve.conversation import (
     submitted,
     submitted_in_room,
 )
-from ostinato.serve.errors import TOO_LONG, Refusal, renamed
+from ostinato.serve.errors import Refusal, renamed
 from ostinato.serve.log import Record
 from ostinato.serve.response_store import KeptResponse, ResponseStore
 from ostinato.serve.responses_body import (
