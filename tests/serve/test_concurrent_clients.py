@@ -7,13 +7,13 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from ostinato.engine.request import Cancelled
 from ostinato.engine.token_queue import TokenQueue
@@ -305,14 +305,14 @@ def test_embeddings_take_turns_in_a_bounded_line_that_whoever_leaves_is_out_of(
 ) -> None:
     computing, go_on = threading.Semaphore(0), threading.Event()
 
-    def slow(*_: Any) -> torch.Tensor:
+    def slow(*_: Any) -> Iterator[Any]:
         computing.release()
         assert go_on.wait(DEADLINE_S)
-        return torch.ones((1, 4))
+        yield np.ones(4, np.float32)
 
     body = {"input": "x"}
     with serving(tiny, llm={"context": 64, "slots": 1}, limits=ServeLimits(beside_line=1)) as server:
-        monkeypatch.setattr(server.llm, "embed", slow)
+        monkeypatch.setattr(server.llm, "each_embedding", slow)
         with ThreadPoolExecutor(2) as clients:
             first = clients.submit(server.post, "/v1/embeddings", body)
             assert computing.acquire(timeout=DEADLINE_S)
