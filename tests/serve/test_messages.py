@@ -525,7 +525,7 @@ def test_a_client_that_would_leave_the_conversation_to_the_server_is_told_to_sen
         ({"messages": [HELLO, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "call_1", "content": [text("x"), {"type": "image"}]},
         ]}]}, "messages[2].content[0].content[1] is of the type 'image'; this model reads no images"),
-        ({"messages": [{"role": "user", "content": []}]}, "the conversation is empty"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content is empty"),
         ({"messages": [HELLO, {"role": "assistant", "content": [USE]}]}, "messages[1] is the assistant's and calls a"),
         ({"messages": [HELLO, BEGUN], "tools": [LOOK], "tool_choice": ONE_CALL}, "messages[1]: the last message is"),
         ({"system": [{"type": "image"}]}, "system[0] is of the type 'image'"),

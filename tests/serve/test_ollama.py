@@ -386,6 +386,11 @@ def test_a_conversation_that_is_too_long_loses_its_oldest_turns_unless_told_not_
     system = {"role": "system", "content": "Be brief."}
     shorter = ask(server, {"messages": [system, *old, HELLO]})
     assert ask(server, {"messages": [system, *old, *old, HELLO]})["digest"] == shorter["digest"]
+    two = [system, {"role": "system", "content": "Be kind."}]  # all at the start are kept
+    assert (
+        ask(server, {"messages": [*two, *old, *old, HELLO]})["digest"]
+        == ask(server, {"messages": [*two, *old, HELLO]})["digest"]
+    )
     assert "context" in refused(server, {"messages": [*old, *old, HELLO], "truncate": False})
     assert "context" in refused(server, {"messages": [{"role": "user", "content": "word " * 900}]})
 

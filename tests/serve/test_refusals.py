@@ -196,6 +196,31 @@ def test_half_characters_are_refused_or_told_without_a_fault(server: Running) ->
         json.loads(reply.text)
 
 
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("/v1/responses", r'{"input": "\ud800"}'),
+        ("/v1/responses", r'{"input": "x", "instructions": "\udc00", "stream": true}'),
+        ("/v1/responses", r'{"input": "x", "metadata": {"a": "\ud800x"}}'),
+        ("/v1/messages", r'{"max_tokens": 2, "messages": [{"role": "user", "content": "\ud800"}]}'),
+        ("/v1/rerank", r'{"query": "x", "documents": ["\udfff"]}'),
+        ("/api/chat", r'{"messages": [{"role": "user", "content": "\ud800"}]}'),
+    ],
+)
+def test_half_characters_are_refused_by_every_api(server: Running, path: str, text: str) -> None:
+    with server.http() as http:
+        reply = http.post(path, content=text.encode(), headers={"content-type": "application/json"})
+    assert reply.status_code == 400
+    assert "half a character" in reply.text
+
+
+def test_whole_characters_in_two_escapes_are_none_of_them(server: Running) -> None:
+    text = r'{"input": "\ud83d\ude00 and \\ud800", "max_output_tokens": 1}'
+    with server.http() as http:
+        reply = http.post("/v1/responses", content=text.encode(), headers={"content-type": "application/json"})
+    assert reply.status_code == 200, reply.text
+
+
 def test_our_own_faults_tell_nothing_of_the_inside(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with serving(tiny, llm={"context": 64, "slots": 1}) as server:
         object.__setattr__(server.service, "tool_format", None)

@@ -26,7 +26,7 @@ class KnownCards:
     def state(self) -> str:
         if self.ran is not None:
             return f"ran on an {self.ran_on}"
-        return "by its limits" if self.compiled is None else "compiled"
+        return "not compiled" if self.compiled is None else "compiled"
 
     @property
     def date(self) -> str:

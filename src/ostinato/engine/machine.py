@@ -1,7 +1,7 @@
 """Finds out what the backends are asked about: which device is meant, and what it has. GPUs are the cuda backend's.
 
-Where a GPU cannot be used, the reason is a sentence that says what to do. Systems that could not be had here are shown
-to it by stubs (tests/engine/test_machine.py).
+Where a GPU cannot be used, the reason is a sentence that says what to do. Systems of all kinds are tested with stubs
+(tests/engine/test_machine.py).
 """
 
 from __future__ import annotations

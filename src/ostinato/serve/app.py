@@ -485,11 +485,17 @@ def parsed(kind: type[BaseModel], body: bytes) -> BaseModel:
     """A body as the record of its endpoint."""
     try:
         # Decoded here: the counts of the body hold for UTF-8, and `json` would take other encodings too.
-        return kind.model_validate(json.loads(body.decode("utf-8-sig")))
+        given = json.loads(body.decode("utf-8-sig"))
+        if _ESCAPED_HALF.search(body):  # an answer may repeat what was sent, and half a character has no UTF-8
+            json.dumps(given, ensure_ascii=False).encode()
+        return kind.model_validate(given)
     except json.JSONDecodeError as error:
         raise Refusal(400, f"the body is no JSON: {error.msg}") from error
     except UnicodeDecodeError as error:
         raise Refusal(400, "the body cannot be read: it is no UTF-8") from error
+    except UnicodeEncodeError as error:
+        half = error.object[error.start].encode("unicode_escape").decode()
+        raise Refusal(400, f"the body has half a character: {half} without its other half") from error
     except RecursionError as error:
         raise Refusal(400, "the body cannot be read: it is nested too deep") from error
     except ValidationError as error:
@@ -499,6 +505,7 @@ def parsed(kind: type[BaseModel], body: bytes) -> BaseModel:
 
 
 _BRANCH: Final = re.compile(r"[a-z_]+[0-9]*")
+_ESCAPED_HALF: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def invalid_body(found: Sequence[Mapping[str, Any]]) -> Refusal:

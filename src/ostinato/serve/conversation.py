@@ -1,8 +1,8 @@
-"""A request to answer a conversation, in the one form that every face translates its own to.
+"""A request to answer a conversation, in the one form that every API's body is translated to.
 
-A face (`chat.py`, `responses.py`, `messages.py`) parses its own body into a `ChatRequest`, `submitted` renders it and
-starts the engine's requests, and an `AnswerDeltas` reads each answer's tokens back as text, reasoning and calls, which
-the face puts into its own shape. Nothing here knows the shape of any API.
+The module of an API (`chat.py`, `responses.py`, `messages.py`, `ollama.py`) parses its own body into a `ChatRequest`,
+`submitted` renders it and starts the engine's requests, and an `AnswerDeltas` reads each answer's tokens back as text,
+reasoning and calls, which that module puts into its own shape. Nothing here knows the shape of any API.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ async def _shortened(service: Service, llm: LLM, asked: ChatRequest) -> ChatRequ
     An answer needs room: its limit if it has one, otherwise a quarter of the context; at most half of the context."""
     room = min(asked.sampling.max_tokens or llm.context // 4, llm.context // 2)
     messages = asked.messages
-    n_system = 1 if messages and messages[0]["role"] == "system" else 0
+    n_system = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
     starts = [index for index in range(n_system + 1, len(messages)) if messages[index]["role"] == "user"]
 
     async def fits(shorter: ChatRequest) -> bool:

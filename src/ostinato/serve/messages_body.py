@@ -304,6 +304,8 @@ def _of_model(blocks: Sequence[Block], where: str) -> TemplateMessage:
 
 def _of_client(message: SentMessage, where: str, called: set[str]) -> Iterator[TemplateMessage]:
     """The messages in one of the client's: results of calls, and texts between them."""
+    if not message.blocks:
+        raise Refusal(400, f"{where}.content is empty; give it a block or a text", param=f"{where}.content")
     texts: list[str] = []
     for index, block in enumerate(message.blocks):
         place = f"{where}.content[{index}]"

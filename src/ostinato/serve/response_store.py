@@ -57,6 +57,7 @@ class ResponseStore:
 
     def add(self, kept: KeptResponse) -> None:
         """Keep a response; older ones make room."""
+        self._drop_old()
         self._kept[kept.id] = (self._clock(), kept)
         self._items |= {item.id: item for item in kept.output if item.id is not None}
         used: KeptResponse | None = kept

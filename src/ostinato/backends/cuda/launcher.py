@@ -22,11 +22,10 @@ _FLAGS = ("-O3", "-shared", "-fPIC", "-Wno-psabi")  # as Triton compiles it
 
 def prepare_launcher() -> None:
     """See to it that Triton can compile its launcher; HardwareCannot, with what to install, where it cannot."""
-    if _is_compiled():
-        return
     if (why := why_no_launcher()) is not None:
-        raise HardwareCannot(why)
-    if not _triton_finds_one():
+        if not _is_compiled():
+            raise HardwareCannot(why)
+    elif not _triton_finds_one():
         from triton import knobs
 
         knobs.build.impl = compile_with_zig
@@ -84,7 +83,7 @@ def _python_headers() -> Path:
 
 
 def _is_compiled() -> bool:
-    """Whether Triton has kept a launcher: then it needs no compiler."""
+    """Whether Triton has kept a launcher, of this version most likely: then it needs no compiler."""
     from triton import knobs
 
     name = f"cuda_utils{sysconfig.get_config_var('EXT_SUFFIX')}"
