@@ -8,6 +8,7 @@ parsed: `<!-- example: needs gpu -->`. `<!-- example: with NAME=VALUE -->` runs 
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import re
@@ -17,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tomllib
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -36,7 +38,7 @@ from tests.serve.running import Running, serving
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")])
-NEEDS = ("gpu", "network", "ray", "a large model", "another server", "minutes")
+NEEDS = ("gpu", "network", "ray", "a large model", "another server", "a reranker", "minutes")
 HERE = ("no gpu", "a used port")  # needs that a test can meet
 PROGRAMS = ("ostinato", "make", "curl", "pip", "python")
 ADDRESS = f"http://127.0.0.1:{DEFAULT_PORT}"  # where a server of the examples listens
@@ -171,6 +173,10 @@ def test_the_python_of_a_page_runs(page: Path, request: pytest.FixtureRequest) -
             if ADDRESS in text:
                 text = text.replace(ADDRESS, request.getfixturevalue("server").url)
             exec(compile("\n" * block.line + text, str(page), "exec"), names)
+    names.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # an example does not close its client
+        gc.collect()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 
 from ostinato.backends.cuda import kernels
 from ostinato.backends.cuda.backend import CUDA, StaticRunner
+from ostinato.backends.machine import TUNED
 from ostinato.backends.native.start import NativeLoop
 from ostinato.backends.torch.chunks import TorchChunks
 from ostinato.backends.torch.kernels import twin_kernels
@@ -116,7 +117,8 @@ def test_a_loop_that_opens_has_nothing_to_say_and_is_built() -> None:
 def test_a_gpu_is_given_the_static_plan_and_prompts_in_torch(kind: MemoryKind, monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(kind)
     expected = tokens("eager", model)
-    monkeypatch.setattr(kernels, "triton_kernels", twin_kernels)
+    monkeypatch.setattr(kernels, "triton_kernels", lambda chip: twin_kernels())
+    monkeypatch.setattr("ostinato.backends.cuda.gpu.chip_of", lambda gpu: TUNED)
     monkeypatch.setattr(StaticRunner, "_start", lambda runner, plan: CpuEager(plan, runner.tables, runner.guard))
     settled = settle_model(model, "eager", context=128, n_pages=64, n_slots=4)
     driver = Driver(CUDA.open(model, settled))

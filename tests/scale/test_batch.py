@@ -52,7 +52,7 @@ def test_answers_and_digests_are_those_of_the_server(tiny: Path, tmp_path: Path)
     chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 6, "seed": 1}
     lines: list[Any] = [line(number) for number in range(1, 6)]
     lines.append({"custom_id": "chat", "url": "/v1/chat/completions", "body": chat})
-    lines.append(line(8, max_tokens=-1))
+    lines.append(line(8, max_tokens=-2))
     lines.append("{no json")
     tally, on_progress = run(tiny, write_lines(tmp_path / "in", lines), tmp_path / "out")
     found = {one["line"]: one for one in read_lines(tmp_path / "out")}
