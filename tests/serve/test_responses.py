@@ -577,3 +577,7 @@ def test_a_stream_that_fails_ends_with_one_event_that_says_so(tiny: Path) -> Non
         assert found[-1]["type"] == "response.failed"
         assert (last["status"], last["error"]["code"]) == ("failed", "server_error")
         assert "stopped" in last["error"]["message"]
+        assert set(last["error"]) == {"code", "message"}
+        said = "".join(event["delta"] for event in found if event["type"] == "response.output_text.delta")
+        (item,) = last["output"]
+        assert (item["status"], item["content"][0]["text"]) == ("incomplete", said)

@@ -71,6 +71,12 @@ class AnswerParts:
         """All parts, so far."""
         return [made.part.whole() for made in self._made]
 
+    def cut_off(self) -> list[dict[str, Any]]:
+        """All parts of an answer of which no more will come; the last is marked as cut."""
+        if self._made and not self.reason:
+            self._made[-1].part.end(cut=True)
+        return self.whole()
+
     def format_update(self, update: TokenUpdate) -> list[Event]:
         """The events of a token: none, one or several."""
         events = [event for delta, tokens in self._deltas.read(update) for event in self._read(delta, tokens)]

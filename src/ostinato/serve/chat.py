@@ -13,7 +13,15 @@ from ostinato.llm import LLM
 from ostinato.options import Sampling
 from ostinato.serve import logprobs
 from ostinato.serve.answers import TokenUpdate
-from ostinato.serve.conversation import AnswerDeltas, ChatRequest, effort_options, ignored_header, rendered, submitted
+from ostinato.serve.conversation import (
+    AnswerDeltas,
+    ChatRequest,
+    effort_options,
+    ignored_header,
+    rendered,
+    submitted,
+    verbosity_options,
+)
 from ostinato.serve.errors import Refusal, renamed
 from ostinato.serve.log import Record
 from ostinato.serve.reply import reply
@@ -87,10 +95,9 @@ def _template_options(llm: LLM, body: ChatBody) -> tuple[dict[str, Any], list[st
         options |= known or {}
         ignored += ["reasoning_effort"] if known is None else []
     if body.verbosity is not None:
-        if llm.template is not None and "verbosity" in llm.template.source:
-            options["verbosity"] = body.verbosity
-        elif body.verbosity != "medium":
-            ignored.append("verbosity")
+        known = verbosity_options(llm.template, body.verbosity)
+        options |= known or {}
+        ignored += ["verbosity"] if known is None else []
     return {**options, **(body.chat_template_kwargs or {})}, ignored
 
 

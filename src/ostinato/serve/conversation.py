@@ -194,6 +194,14 @@ def effort_options(template: ChatTemplate | None, effort: str) -> dict[str, Any]
     return None
 
 
+def verbosity_options(template: ChatTemplate | None, verbosity: str) -> dict[str, Any] | None:
+    """A requested verbosity as variables of the template; None if the template has none for it, and it is not the
+    usual one."""
+    if template is not None and "verbosity" in template.source:
+        return {"verbosity": verbosity}
+    return {} if verbosity == "medium" else None
+
+
 def thinking_options(service: Service, template: ChatTemplate | None, wanted: bool) -> dict[str, Any] | None:
     """Whether the model should reason, as variables of the template; None if the template has none for it and the
     model does the other."""

@@ -25,6 +25,7 @@ from ostinato.serve.conversation import (
     n_prompt_tokens,
     submitted,
     submitted_in_room,
+    verbosity_options,
 )
 from ostinato.serve.errors import Refusal, renamed
 from ostinato.serve.log import Record
@@ -152,8 +153,10 @@ def translated(llm: LLM, body: ResponsesBody, previous: KeptResponse | None, ite
         options = known or {}
         ignored += ["reasoning.effort"] if known is None else []
         ignored += [f"reasoning.{name}" for name in body.reasoning.model_dump(exclude={"effort"}, exclude_none=True)]
-    if body.text is not None and body.text.verbosity not in (None, "medium"):
-        ignored.append("text.verbosity")
+    if body.text is not None and body.text.verbosity is not None:
+        known = verbosity_options(llm.template, body.text.verbosity)
+        options = options | (known or {})
+        ignored += ["text.verbosity"] if known is None else []
     before = [] if previous is None else previous.conversation()
     if body.instructions is not None:
         before = [MessageItem(role="system", content=body.instructions), *before]
@@ -230,8 +233,9 @@ class ResponseReply:
 
     def failed(self, refusal: Refusal) -> bytes:
         """The last event of a stream that failed."""
-        error = refusal.body()["error"] | {"code": "server_error"}  # of the codes that clients know, the one that fits
-        response = {**self._head, "status": "failed", "error": error, "output": self._output.whole()}
+        # Of the codes that clients know, the one that fits.
+        error = {"code": "server_error", "message": refusal.body()["error"]["message"]}
+        response = {**self._head, "status": "failed", "error": error, "output": self._output.cut_off()}
         return self._encoded([{"type": "response.failed", "response": response}])
 
     def _encoded(self, events: Iterable[Event]) -> bytes:
@@ -300,7 +304,7 @@ class ResponseReply:
             "service_tier": "default",
             "store": self._keeps is not None,
             "temperature": body.temperature,
-            "text": {"format": shape, "verbosity": "medium"},
+            "text": {"format": shape, "verbosity": (body.text and body.text.verbosity) or "medium"},
             "tool_choice": _echoed(body.tool_choice),
             "tools": [tool.model_dump() for tool in self._asked.offered],
             "top_logprobs": body.top_logprobs or 0,
