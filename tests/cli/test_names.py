@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -47,8 +48,9 @@ def parameters(*path: str) -> list[Any]:
     return list(command.params)
 
 
-def flags(*path: str) -> set[str]:
-    return {name for one in parameters(*path) for name in one.opts if name.startswith("--")}
+@cache  # all verbs are built for each question
+def flags(*path: str) -> frozenset[str]:
+    return frozenset(name for one in parameters(*path) for name in one.opts if name.startswith("--"))
 
 
 def defaults(kind: type[Any]) -> dict[str, str]:

@@ -25,6 +25,7 @@ from tests.models import tiny_encoders
 verify = import_module("ostinato.cli.verify")  # the room has the verb under this name
 
 
+@pytest.mark.slow
 def test_a_model_whose_modes_agree_is_said_to(ostinato: RunCli, tiny: Path) -> None:
     ran = ostinato("verify", "--model", tiny, "--device", "cpu")
     assert (ran.code, ran.err) == (0, "")
