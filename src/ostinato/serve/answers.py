@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -120,6 +120,12 @@ class Answers:
     def _submit(self, index: int, ask: GenerationInput) -> Answer:
         sink = self._service.dispatcher.sink(self._box, index)
         return self._llm.submit(ask.ids, ask.sampling, fresh=ask.fresh, show=ask.show, sink=sink)
+
+    async def updates(self) -> AsyncGenerator[TokenUpdate, None]:
+        """Every token until all answers have ended."""
+        while not self.done:
+            for update in await self.more():
+                yield update
 
     async def more(self) -> list[TokenUpdate]:
         """Wait for new tokens and return them; empty if none arrived for a while."""

@@ -62,6 +62,14 @@ class ChatRequest:
     names: FieldNames = FieldNames()
 
 
+@dataclass(frozen=True, slots=True)
+class TranslatedBody:
+    """A body as a conversation. `ignored` names what of it has no effect."""
+
+    conversation: ChatRequest
+    ignored: Sequence[str]
+
+
 # Before
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -21,6 +20,7 @@ from ostinato.serve.conversation import (
     AnswerDeltas,
     ChatRequest,
     FieldNames,
+    TranslatedBody,
     effort_options,
     ignored_header,
     n_prompt_tokens,
@@ -67,15 +67,7 @@ async def count_tokens(service: Service, body: CountBody) -> Response:
 # Before
 
 
-@dataclass(frozen=True, slots=True)
-class TranslatedMessages:
-    """A body as a conversation. `ignored` names what of it has no effect."""
-
-    conversation: ChatRequest
-    ignored: Sequence[str]
-
-
-def translated(service: Service, llm: LLM, body: CountBody) -> TranslatedMessages:
+def translated(service: Service, llm: LLM, body: CountBody) -> TranslatedBody:
     """The body, checked."""
     given = body.tools or []
     ignored = [f"tools.{tool.type}" for tool in given if not isinstance(tool, CustomTool)]
@@ -101,7 +93,7 @@ def translated(service: Service, llm: LLM, body: CountBody) -> TranslatedMessage
         template_options={**options, **(body.chat_template_kwargs or {})},
         names=_NAMES,
     )
-    return TranslatedMessages(asked, ignored)
+    return TranslatedBody(asked, ignored)
 
 
 def _continues(body: CountBody, messages: Sequence[TemplateMessage], choice: ToolChoice) -> bool:
@@ -156,9 +148,8 @@ class MessageReply:
 
     async def whole(self) -> dict[str, Any]:
         """The whole message as one object."""
-        while not self._answers.done:
-            for update in await self._answers.more():
-                self._content.format_update(update)
+        async for update in self._answers.updates():
+            self._content.format_update(update)
         return {**self._message(), "content": self._content.whole(), **self._end(), **await self._answers.extras()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:

@@ -24,6 +24,7 @@ from ostinato.serve.conversation import (
     AnswerDeltas,
     ChatRequest,
     FieldNames,
+    TranslatedBody,
     effort_options,
     ignored_header,
     submitted,
@@ -81,15 +82,7 @@ async def _answer(service: Service, body: AnswerBody, request: Request, shape: M
 # Before
 
 
-@dataclass(frozen=True, slots=True)
-class TranslatedOllama:
-    """A body as a conversation. `ignored` names what of it has no effect."""
-
-    conversation: ChatRequest
-    ignored: Sequence[str]
-
-
-def translated(service: Service, llm: LLM, body: AnswerBody) -> TranslatedOllama:
+def translated(service: Service, llm: LLM, body: AnswerBody) -> TranslatedBody:
     """The body, checked."""
     wanted, ignored = body.wanted, body.without_effect(llm.context)
     given = read_tools(body.tools) if isinstance(body, OllamaChatBody) else ()
@@ -116,7 +109,7 @@ def translated(service: Service, llm: LLM, body: AnswerBody) -> TranslatedOllama
         template_options={**options, **(wanted.chat_template_kwargs or {})},
         names=_CHAT_NAMES if isinstance(body, OllamaChatBody) else _PROMPT_NAMES,
     )
-    return TranslatedOllama(asked, ignored)
+    return TranslatedBody(asked, ignored)
 
 
 async def _submitted(
@@ -191,9 +184,8 @@ class OllamaReply:
 
     async def whole(self) -> dict[str, Any]:
         """The whole answer as one object."""
-        while not self._answers.done:
-            for update in await self._answers.more():
-                self._parts.format_update(update)
+        async for update in self._answers.updates():
+            self._parts.format_update(update)
         return self._head.last(joined(self._parts.whole()), **await self._end())
 
     async def lines(self) -> AsyncGenerator[bytes, None]:

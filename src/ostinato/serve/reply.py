@@ -99,9 +99,8 @@ async def events(
 
 async def whole(answers: Answers, made: Sequence[Choice], head: dict[str, Any], record: Record) -> dict[str, Any]:
     """The whole reply as one object."""
-    while not answers.done:
-        for update in await answers.more():
-            made[update.number].format_update(update)
+    async for update in answers.updates():
+        made[update.number].format_update(update)
     record.outcome = _outcome(made)
     choices = [one.whole() for one in made]
     return {**head, "choices": choices, "usage": answers.usage(), **await answers.extras()}

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ostinato.llm import LLM
-from ostinato.serve.errors import Refusal
+from ostinato.serve.errors import TOO_LONG, Refusal
 from ostinato.serve.log import Record
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import RerankBody
@@ -31,12 +31,16 @@ async def rerank(service: Service, body: RerankBody, request: Request) -> Respon
     if len(texts) > limits.inputs:
         message = f"{len(texts)} documents were given; at most {limits.inputs} can be at once"
         raise Refusal(400, message, param="documents")
-    record.prompt_tokens = await service.in_thread(_n_tokens, llm, body.query, texts)
-    parts = await while_connected(request.receive, service.beside(_scores(llm, body.query, texts)))
-    if parts is None:
+
+    async def computed() -> list[float]:
+        record.prompt_tokens = n_tokens = sum(await service.each_in_thread(_n_tokens(llm, body.query, texts)))
+        parts = await service.beside(_scores(llm, body.query, texts))
+        service.metrics.prompt_tokens.inc(n_tokens)
+        return [score for part in parts for score in part]
+
+    scores = await while_connected(request.receive, computed())
+    if scores is None:
         return client_gone(record)
-    scores = [score for part in parts for score in part]
-    service.metrics.prompt_tokens.inc(record.prompt_tokens)
     best = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
     results = [
         {"index": index, "relevance_score": scores[index]}
@@ -57,15 +61,15 @@ def _check_ranks(llm: LLM) -> None:
         raise Refusal(400, message, param="model")
 
 
-def _n_tokens(llm: LLM, query: str, texts: Sequence[str]) -> int:
-    """Tokens of all pairs of query and document, which must fit the context."""
+def _n_tokens(llm: LLM, query: str, texts: Sequence[str]) -> Generator[int, None, None]:
+    """Tokens of each pair of query and document, which must fit the context."""
     n_query, n_end = len(llm.tokenize(query)), len(llm.tokenizer.suffix)
-    n_pairs = [n_query + len(llm.tokenize(text, bos=False)) + n_end for text in texts]
-    for index, n in enumerate(n_pairs):
+    for index, text in enumerate(texts):
+        n = n_query + len(llm.tokenize(text, bos=False)) + n_end
         if n > llm.context:
             message = f"query and documents[{index}] have {n} tokens, and the context holds {llm.context}; shorten one"
-            raise Refusal(400, message, param=f"documents[{index}]", code="context_length_exceeded")
-    return sum(n_pairs)
+            raise Refusal(400, message, param=f"documents[{index}]", code=TOO_LONG)
+        yield n
 
 
 def _scores(llm: LLM, query: str, texts: Sequence[str]) -> Generator[list[float], None, None]:

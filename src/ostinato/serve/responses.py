@@ -114,7 +114,7 @@ def _resolved(store: ResponseStore | None, item: Item) -> Item:
         raise Refusal(400, f"the input refers to the item {item.id!r}, and {NOT_KEPT}", param="input")
     found = store.item(item.id)
     if found is None:
-        message = f"the input refers to the item {item.id!r}, and no kept response has one of this id"
+        message = f"the input refers to the item {item.id!r}, and no kept response has an output item of this id"
         raise Refusal(404, message, param="input")
     return found
 
@@ -214,9 +214,8 @@ class ResponseReply:
 
     async def whole(self) -> dict[str, Any]:
         """The whole response as one object."""
-        while not self._answers.done:
-            for update in await self._answers.more():
-                self._output.format_update(update)
+        async for update in self._answers.updates():
+            self._output.format_update(update)
         return await self._finished()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -304,7 +303,7 @@ class ResponseReply:
             "service_tier": "default",
             "store": self._keeps is not None,
             "temperature": body.temperature,
-            "text": {"format": shape, "verbosity": (body.text and body.text.verbosity) or "medium"},
+            "text": {"format": shape, "verbosity": (text and text.verbosity) or "medium"},
             "tool_choice": _echoed(body.tool_choice),
             "tools": [tool.model_dump() for tool in self._asked.offered],
             "top_logprobs": body.top_logprobs or 0,

@@ -195,7 +195,8 @@ class Service:
         If the caller is cancelled, the work leaves the queue, or ends after the part that is being made.
         """
         if self._n_beside > self.limits.beside_line:
-            raise Refusal(429, f"{self.limits.beside_line} requests wait for embeddings or logprobs; try again later")
+            n = self.limits.beside_line
+            raise Refusal(429, f"{n} requests wait for embeddings, ranking or logprobs; try again later")
         self._n_beside += 1
         try:
             async with asyncio.timeout(self.limits.request_s):

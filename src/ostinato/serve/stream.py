@@ -62,7 +62,7 @@ def error_event(refusal: Refusal) -> bytes:
 async def formatted(
     answers: Answers, format: Callable[[Sequence[TokenUpdate]], bytes], keep_alive: bytes = KEEP_ALIVE
 ) -> AsyncGenerator[bytes, None]:
-    """A stream's parts while tokens arrive, as a face formats them; `keep_alive` while none arrives."""
+    """A stream's parts while tokens arrive, as an API formats them; `keep_alive` while none arrives."""
     while not answers.done:
         updates = await answers.more()
         if not updates:
