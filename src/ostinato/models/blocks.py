@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypeAlias, TypeVar
 
 from ostinato.models.rope import Rope
-from ostinato.models.shape import Activation, ExpertShape, Mamba2Shape, MambaShape, Shape
+from ostinato.models.shape import Activation, DeltaShape, ExpertShape, Mamba2Shape, MambaShape, Shape, ShortConvShape
 
 Leaf: TypeAlias = Any  # a reference, or what a backend has in its place
 
@@ -108,7 +108,7 @@ class PostNormLayer(Block):
 
 @dataclass(frozen=True, slots=True)
 class Conv(Block):
-    """A causal convolution of each channel, and silu."""
+    """A causal convolution of each channel."""
 
     weight: Leaf  # [channels, kernel], float32
     bias: Leaf | None
@@ -120,6 +120,14 @@ class Decay(Block):
 
     a: Leaf  # negative; [channels, state] in mamba, [heads] in mamba2
     d: Leaf
+    dt_bias: Leaf
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaDecay(Block):
+    """The decay of each head of a gated delta net, float32: its rate, negative, and the bias of its steps."""
+
+    a: Leaf
     dt_bias: Leaf
 
 
@@ -155,7 +163,31 @@ class Mamba2Mixer(Block):
     out: Linear
 
 
-Mixer: TypeAlias = MambaMixer | Mamba2Mixer
+@dataclass(frozen=True, slots=True)
+class ShortConvMixer(Block):
+    """in, a gate, convolution, a second gate, out; no activation function."""
+
+    layer: int
+    shape: ShortConvShape
+    into: Linear  # [3 * width, hidden]: the gate before the convolution, the one after it, what is convolved
+    conv: Conv
+    out: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaMixer(Block):
+    """in, convolution of query, key and value with silu, gated delta rule, norm of each head, gate by silu, out."""
+
+    layer: int
+    shape: DeltaShape
+    into: Linear  # [conv_parts + inner + 2 * heads, hidden]: query, key, value; the gate; beta; alpha
+    conv: Conv
+    decay: DeltaDecay
+    norm: Norm  # [value_width], of every head
+    out: Linear
+
+
+Mixer: TypeAlias = MambaMixer | Mamba2Mixer | ShortConvMixer | DeltaMixer
 
 
 @dataclass(frozen=True, slots=True)

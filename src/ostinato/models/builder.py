@@ -13,6 +13,8 @@ from ostinato.models.blocks import (
     Attention,
     Conv,
     Decay,
+    DeltaDecay,
+    DeltaMixer,
     Experts,
     GatedMLP,
     Layer,
@@ -23,8 +25,9 @@ from ostinato.models.blocks import (
     Norm,
     PlainMLP,
     RankingHead,
+    ShortConvMixer,
 )
-from ostinato.models.shape import Mamba2Shape, MambaShape, Shape
+from ostinato.models.shape import DeltaShape, Mamba2Shape, MambaShape, Shape, ShortConvShape
 from ostinato.models.tensors import Constant, ExpertMatrices, Matrices, Sizes, StackedTensors
 
 # Read with the shape, where a file has them.
@@ -171,7 +174,7 @@ class Builder:
             layer,
             m,
             into=self.linear(at + "ssm_in", 2 * m.inner, s.hidden, bias=m.bias),
-            conv=self._conv(at, m.inner, m.kernel, bias=m.conv_bias),
+            conv=self._conv(at + "ssm_conv1d", m.inner, m.kernel, bias=m.conv_bias),
             select=self.linear(at + "ssm_x", m.dt_rank + 2 * m.state, m.inner, bias=False),
             step=self.linear(at + "ssm_dt", m.inner, m.dt_rank, bias=False),
             decay=self._decay(at, (m.inner, m.state), m.inner),
@@ -190,16 +193,42 @@ class Builder:
             layer,
             m,
             into=self.linear(at + "ssm_in", sum(parts), s.hidden, bias=m.in_bias, scale=in_scale),
-            conv=self._conv(at, m.conv_width, m.kernel, bias=m.conv_bias),
+            conv=self._conv(at + "ssm_conv1d", m.conv_width, m.kernel, bias=m.conv_bias),
             decay=self._decay(at, (m.n_heads,), m.n_heads),
             norm=self.tensor(at + "ssm_norm.weight", *norm_size, exact=True) if m.gated_norm else None,
             norm_eps=s.norm_eps,
             out=self.linear(at + "ssm_out", s.hidden, m.inner, bias=m.out_bias, scale=out_scale),
         )
 
-    def _conv(self, at: str, channels: int, kernel: int, *, bias: bool) -> Conv:
-        weight = self.tensor(at + "ssm_conv1d.weight", channels, kernel, exact=True)
-        return Conv(weight, self.tensor(at + "ssm_conv1d.bias", channels, exact=True) if bias else None)
+    def short_conv(self, layer: int) -> ShortConvMixer:
+        s, at, m = self.shape, f"blk.{layer}.shortconv.", self.shape.recurrent
+        assert isinstance(m, ShortConvShape)
+        return ShortConvMixer(
+            layer,
+            m,
+            into=self.linear(at + "in_proj", 3 * m.width, s.hidden, bias=m.bias),
+            conv=self._conv(at + "conv", m.width, m.kernel, bias=m.bias),
+            out=self.linear(at + "out_proj", s.hidden, m.width, bias=m.bias),
+        )
+
+    def delta_net(self, layer: int) -> DeltaMixer:
+        s, at, m = self.shape, f"blk.{layer}.", self.shape.recurrent
+        assert isinstance(m, DeltaShape)
+        parts = [at + name for name in ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")]
+        widths = [sum(m.conv_parts), m.inner, m.n_heads, m.n_heads]
+        return DeltaMixer(
+            layer,
+            m,
+            into=self.linear(parts, widths, s.hidden, bias=False),
+            conv=self._conv(at + "ssm_conv1d", sum(m.conv_parts), m.kernel, bias=False),
+            decay=DeltaDecay(*(self.tensor(at + name, m.n_heads, exact=True) for name in ("ssm_a", "ssm_dt.bias"))),
+            norm=self.norm(at + "ssm_norm", m.value_width),
+            out=self.linear(at + "ssm_out", s.hidden, m.inner, bias=False),
+        )
+
+    def _conv(self, name: str, channels: int, kernel: int, *, bias: bool) -> Conv:
+        weight = self.tensor(f"{name}.weight", channels, kernel, exact=True)
+        return Conv(weight, self.tensor(f"{name}.bias", channels, exact=True) if bias else None)
 
     def _decay(self, at: str, a_size: Sizes, channels: int) -> Decay:
         a = self.tensor(at + "ssm_a", *a_size, exact=True)

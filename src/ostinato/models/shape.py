@@ -81,7 +81,49 @@ class Mamba2Shape:
         return (self.conv_width, self.kernel - 1), (self.n_heads, self.inner // self.n_heads, self.state)
 
 
-RecurrentShape: TypeAlias = MambaShape | Mamba2Shape
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvShape:
+    """A gated short convolution over the `width` of the hidden rows."""
+
+    width: int
+    kernel: int
+    bias: bool = False  # of the products in and out, and of the convolution
+
+    @property
+    def states(self) -> States:
+        return ((self.width, self.kernel - 1),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaShape:
+    """A gated delta net: each of `n_heads` value heads has a matrix of states, and shares a key head with others.
+
+    Value heads with the same key head stand side by side, or, `tiled`, `n_key_heads` apart: the same model with rows
+    permuted, as each format stores them."""
+
+    n_heads: int
+    n_key_heads: int
+    key_width: int
+    value_width: int
+    kernel: int
+    tiled: bool = False
+
+    @property
+    def inner(self) -> int:
+        """Channels of all value heads."""
+        return self.n_heads * self.value_width
+
+    @property
+    def conv_parts(self) -> tuple[int, int, int]:
+        """Channels of the convolution: query, key and value."""
+        return self.n_key_heads * self.key_width, self.n_key_heads * self.key_width, self.inner
+
+    @property
+    def states(self) -> States:
+        return (sum(self.conv_parts), self.kernel - 1), (self.n_heads, self.value_width, self.key_width)
+
+
+RecurrentShape: TypeAlias = MambaShape | Mamba2Shape | ShortConvShape | DeltaShape
 
 
 @dataclass(frozen=True, slots=True)

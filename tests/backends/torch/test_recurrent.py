@@ -13,10 +13,11 @@ from torch.testing import assert_close
 
 from ostinato.backends.torch.ops.activation import activate_torch
 from ostinato.backends.torch.ops.causal_conv import causal_conv_torch
+from ostinato.backends.torch.ops.delta_rule import delta_rule_torch
 from ostinato.backends.torch.ops.gated_norm import gated_norm_torch
 from ostinato.backends.torch.ops.selective_scan import selective_scan_torch
 from ostinato.backends.torch.ops.ssd_scan import ssd_scan_torch
-from ostinato.models.blocks import Decay
+from ostinato.models.blocks import Decay, DeltaDecay
 
 SEQS, ROWS = 2, 9
 
@@ -70,7 +71,30 @@ class Heads:
         return ssd_scan_torch(*varying, decay=decay, dt_limit=cls.limit, state=state, n_planes=n_planes)
 
 
-ALL = pytest.mark.parametrize("op", [Convolution, Selective, Heads])
+class Delta:
+    """The gated delta rule: four value heads of three channels with two key heads, five wide."""
+
+    q, k = noise(SEQS, ROWS, 2, 5), noise(SEQS, ROWS, 2, 5, seed=1)
+    x = noise(SEQS, ROWS, 4, 3, seed=2)
+    dt, beta = noise(SEQS, ROWS, 4, seed=3), noise(SEQS, ROWS, 4, seed=4)
+    a, dt_bias = -noise(4, seed=5).exp(), noise(4, seed=6)
+    start = noise(SEQS, 4, 3, 5, seed=7)
+    tiled = False
+
+    @classmethod
+    def run(cls, rows: slice, state: Tensor, n_planes: int) -> tuple[Tensor, Tensor]:
+        varying = (v[:, rows] for v in (cls.q, cls.k, cls.x, cls.dt, cls.beta))
+        decay = DeltaDecay(cls.a, cls.dt_bias)
+        return delta_rule_torch(*varying, decay=decay, tiled=cls.tiled, state=state, n_planes=n_planes)
+
+
+class TiledDelta(Delta):
+    """The same with value heads that share a key head two apart."""
+
+    tiled = True
+
+
+ALL = pytest.mark.parametrize("op", [Convolution, Selective, Heads, Delta])
 
 
 def test_a_convolution_weighs_each_channels_last_inputs() -> None:
@@ -122,6 +146,23 @@ def test_the_scan_by_heads_is_a_loop_over_time_with_one_decay_for_a_head() -> No
             assert_close(planes[seq, 0, head].double(), state, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("op", [Delta, TiledDelta])
+def test_the_delta_rule_replaces_what_the_state_has_under_a_key(op: type[Delta]) -> None:
+    y, planes = op.run(slice(None), op.start, 1)
+    for seq in range(SEQS):
+        for head in range(4):
+            state, shared = op.start[seq, head].double(), head % 2 if op.tiled else head // 2
+            for i in range(ROWS):
+                q, k = op.q[seq, i, shared].double(), op.k[seq, i, shared].double()
+                q, k = q / math.sqrt(float(q @ q) * 5), k / math.sqrt(float(k @ k))
+                rate = softplus(op.dt[seq, i, head] + op.dt_bias[head]) * float(op.a[head])
+                state = state * math.exp(rate)
+                share = 1 / (1 + math.exp(-float(op.beta[seq, i, head])))
+                state = state + share * torch.outer(op.x[seq, i, head].double() - state @ k, k)
+                assert_close(y[seq, i, head].double(), state @ q, atol=1e-5, rtol=0)
+            assert_close(planes[seq, 0, head].double(), state, atol=1e-5, rtol=0)
+
+
 @ALL
 @given(cuts=st.sets(st.integers(1, ROWS - 1)))
 @settings(max_examples=25, derandomize=True)
@@ -162,7 +203,9 @@ def test_a_run_does_not_depend_on_its_neighbours(op: Any) -> None:
     x, start = op.x, op.start
     together, _ = op.run(slice(None), start, 1)
     alone: Any = type(
-        "Alone", (op,), {name: getattr(op, name)[1:] for name in ("x", "dt", "b", "c") if hasattr(op, name)}
+        "Alone",
+        (op,),
+        {name: getattr(op, name)[1:] for name in ("x", "q", "k", "dt", "beta", "b", "c") if hasattr(op, name)},
     )
     assert_close(alone.run(slice(None), start[1:], 1)[0], together[1:], atol=1e-6, rtol=0)
     assert op.x is x

@@ -20,6 +20,7 @@ from ostinato.models.blocks import (
     AnyLayer,
     Attention,
     Conv,
+    DeltaMixer,
     Experts,
     GatedMLP,
     HybridLayer,
@@ -33,6 +34,7 @@ from ostinato.models.blocks import (
     PostNormLayer,
     RankingHead,
     RecurrentLayer,
+    ShortConvMixer,
 )
 from ostinato.models.rope import Rope
 
@@ -135,7 +137,15 @@ class Forward:
         """Rows [rows, hidden] to rows, with the past in memory."""
         rows = through_linear(self.ops, mixer.into, x.to(dtype_of(mixer.into.weight)))
         runs = rows.view(self.memory.n_seqs, -1, rows.shape[-1])
-        return self._mamba(mixer, runs) if isinstance(mixer, MambaMixer) else self._mamba2(mixer, runs)
+        match mixer:
+            case MambaMixer():
+                return self._mamba(mixer, runs)
+            case Mamba2Mixer():
+                return self._mamba2(mixer, runs)
+            case ShortConvMixer():
+                return self._short_conv(mixer, runs)
+            case DeltaMixer():
+                return self._delta_net(mixer, runs)
 
     def _mamba(self, mixer: MambaMixer, runs: Tensor) -> Tensor:
         s, ops, memory = mixer.shape, self.ops, self.memory
@@ -168,6 +178,28 @@ class Forward:
         else:
             y = ops.gated_norm(y, gate, mixer.norm, mixer.norm_eps, s.norm_first)
         return through_linear(ops, mixer.out, y.flatten(0, 1))
+
+    def _short_conv(self, mixer: ShortConvMixer, runs: Tensor) -> Tensor:
+        conv, memory = mixer.conv, self.memory
+        (state,) = memory.states(mixer.layer)
+        before, after, u = runs.chunk(3, -1)
+        y, planes = self.ops.causal_conv(before * u, state, conv.weight, conv.bias, memory.n_planes)
+        memory.keep(mixer.layer, (planes,))
+        return through_linear(self.ops, mixer.out, (after * y).flatten(0, 1))
+
+    def _delta_net(self, mixer: DeltaMixer, runs: Tensor) -> Tensor:
+        s, ops, memory = mixer.shape, self.ops, self.memory
+        conv_state, delta_state = memory.states(mixer.layer)
+        u, gate, beta, alpha = torch.split(runs, [sum(s.conv_parts), s.inner, s.n_heads, s.n_heads], -1)
+        u, conv_planes = self._conv(mixer.conv, u, conv_state)
+        parts = torch.split(u, list(s.conv_parts), -1)
+        widths = (s.key_width, s.key_width, s.value_width)
+        q, k, v = (part.unflatten(-1, (-1, n)) for part, n in zip(parts, widths, strict=True))
+        rule = {"decay": mixer.decay, "tiled": s.tiled, "state": delta_state, "n_planes": memory.n_planes}
+        y, delta_planes = ops.delta_rule(q, k, v, alpha, beta, **rule)
+        memory.keep(mixer.layer, (conv_planes, delta_planes))
+        y = ops.gated_norm(y, gate.view(y.shape), mixer.norm.weight.unsqueeze(0), mixer.norm.eps, True)
+        return through_linear(ops, mixer.out, y.flatten(2).flatten(0, 1))
 
     def _conv(self, conv: Conv, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         y, planes = self.ops.causal_conv(x, state, conv.weight, conv.bias, self.memory.n_planes)
