@@ -42,7 +42,10 @@ class Linear(Block):
 
 @dataclass(frozen=True, slots=True)
 class Attention(Block):
-    """q, k and v in one product; QK norm and rotary positions where the family has them; output projection."""
+    """q, k and v in one product; QK norm and rotary positions where the family has them; output projection.
+
+    With `Shape.attention_gate` the product gives a gate behind each query head; its sigmoid multiplies the head's
+    output."""
 
     layer: int
     shape: Shape

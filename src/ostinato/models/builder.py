@@ -108,13 +108,14 @@ class Builder:
     def attention(
         self, layer: int, *, qk_norm: bool = False, fused: bool = False, out_bias: bool | None = None
     ) -> Attention:
-        """`fused`: the file keeps q, k and v as one tensor already. Biases as the shape says."""
+        """`fused`: the file keeps q, k and v as one tensor already. Biases and gates as the shape says."""
         s, at, bias = self.shape, f"blk.{layer}.", self.shape.attention_bias
         outs = [s.n_heads * s.head_width, s.n_kv_heads * s.head_width, s.n_kv_heads * s.head_width]
+        into = [outs[0] * (2 if s.attention_gate else 1), *outs[1:]]
         if fused:
-            qkv = self.linear(at + "attn_qkv", sum(outs), s.hidden, bias=bias)
+            qkv = self.linear(at + "attn_qkv", sum(into), s.hidden, bias=bias)
         else:
-            qkv = self.linear([at + "attn_q", at + "attn_k", at + "attn_v"], outs, s.hidden, bias=bias)
+            qkv = self.linear([at + "attn_q", at + "attn_k", at + "attn_v"], into, s.hidden, bias=bias)
         out_bias = bias if out_bias is None else out_bias
         out_scale = self.scale([s.hidden], [s.multipliers.attention_out])
         out = self.linear(at + "attn_output", s.hidden, outs[0], bias=out_bias, scale=out_scale)

@@ -164,6 +164,7 @@ class Shape:
     embedding_scale: float | None = None
     experts: ExpertShape | None = None
     attention_bias: bool = False
+    attention_gate: bool = False  # q is twice as wide: a query and a gate on the output for each head
     mlp_bias: bool = False
     tied_head: bool = False  # the head is the embedding
     attention: bool = True  # false: recurrent layers only, no keys and values

@@ -208,6 +208,8 @@ def why_not_blocks(shape: Shape) -> str | None:
         return f"{shape.family} is an encoder"
     if shape.recurrent is not None and shape.experts is not None:
         return f"{shape.family} has routed experts, and torch must ask the device which of them are chosen"
+    if shape.recurrent is None and shape.attention_gate:
+        return "gates on the output of attention"
     if shape.attention and shape.head_width % 16:
         return f"heads of width {shape.head_width}; the kernels need a multiple of 16"
     return None

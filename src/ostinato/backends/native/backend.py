@@ -161,6 +161,7 @@ def why_not_blocks(shape: Shape) -> str | None:
             f"the native loop wants heads whose width is a multiple of {HEAD_LANES}, and this model's is "
             f"{shape.head_width}",
         ),
+        (shape.attention_gate, "the native loop has no gates on the output of attention"),
         (shape.multipliers != type(shape.multipliers)(), "the native loop has no multipliers"),
     )
     return next((reason for lacks, reason in checks if lacks), None)

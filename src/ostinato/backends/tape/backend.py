@@ -180,6 +180,7 @@ def why_not_shape(shape: Shape) -> str | None:
         (shape.experts is None, "experts"),
         (shape.recurrent is None and shape.attention and shape.causal, "layers that are not causal attention"),
         (shape.multipliers == type(shape.multipliers)() and shape.embedding_scale is None, "multipliers"),
+        (not shape.attention_gate, "gates on the output of attention"),
         (shape.attention_softcap is None and shape.logit_softcap is None, "soft caps"),
         (shape.activation == "silu", f"the activation {shape.activation}: it has silu"),
         (not shape.mlp_bias, "a bias in the feed-forward block"),

@@ -121,7 +121,11 @@ class Forward:
 
     def attention(self, block: Attention, x: Tensor) -> Tensor:
         s, ops = block.shape, self.ops
-        heads = through_linear(ops, block.qkv, x).view(len(x), s.n_heads + 2 * s.n_kv_heads, s.head_width)
+        heads = through_linear(ops, block.qkv, x).view(len(x), -1, s.head_width)
+        gate = None
+        if s.attention_gate:  # it stands behind each query head
+            gate = heads[:, 1 : 2 * s.n_heads : 2]
+            heads = torch.cat((heads[:, 0 : 2 * s.n_heads : 2], heads[:, 2 * s.n_heads :]), 1)
         qk, v = heads[:, : -s.n_kv_heads], heads[:, -s.n_kv_heads :]
         if block.q_norm is not None and block.k_norm is not None:
             q, k = qk[:, : s.n_heads], qk[:, s.n_heads :]
@@ -131,6 +135,7 @@ class Forward:
             qk = ops.rope(qk, *self.angles[rope], rope.pairing)
         q, k = qk[:, : s.n_heads], qk[:, s.n_heads :]
         seen = self.memory.attend(block.layer, q, k, v, scale=s.query_scale, softcap=s.attention_softcap)
+        seen = seen if gate is None else seen * torch.sigmoid(gate)
         return through_linear(ops, block.out, seen.flatten(1))
 
     def mixer(self, mixer: Mixer, x: Tensor) -> Tensor:
@@ -194,7 +199,7 @@ class Forward:
         u, conv_planes = self._conv(mixer.conv, u, conv_state)
         parts = torch.split(u, list(s.conv_parts), -1)
         widths = (s.key_width, s.key_width, s.value_width)
-        q, k, v = (part.unflatten(-1, (-1, n)) for part, n in zip(parts, widths, strict=True))
+        q, k, v = (part.view(*u.shape[:2], -1, n) for part, n in zip(parts, widths, strict=True))
         rule = {"decay": mixer.decay, "tiled": s.tiled, "state": delta_state, "n_planes": memory.n_planes}
         y, delta_planes = ops.delta_rule(q, k, v, alpha, beta, **rule)
         memory.keep(mixer.layer, (conv_planes, delta_planes))
