@@ -19,10 +19,10 @@ from ostinato.models import rope as ropes
 from ostinato.models.fields import Description, Fields
 from ostinato.models.rope import Pairing, Rope
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 ACTIVATIONS: Mapping[str, Activation] = {  # as config.json calls them
     **{"silu": "silu", "swish": "silu", "gelu": "gelu"},
-    **{"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"},
+    **{"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu2": "relu2"},
 }
 States = tuple[tuple[int, ...], ...]  # what a recurrent layer remembers of a sequence: float32 of each of these sizes
 

@@ -156,8 +156,9 @@ def test_any_head_width_of_whole_lanes_and_odd_sizes_of_all_else(width: int) -> 
     compare(found, forward(model, [*PROMPT, *tokens])[len(PROMPT) : -1])
 
 
-def test_rows_and_feed_forward_blocks_of_odd_widths_with_layer_norms_and_no_gate() -> None:
-    shape = replace(family_model("gpt2").shape, hidden=77, ff_width=83, activation="gelu")
+@pytest.mark.parametrize("activation", ["gelu", "relu2"])
+def test_rows_and_feed_forward_blocks_of_odd_widths_with_layer_norms_and_no_gate(activation: Any) -> None:
+    shape = replace(family_model("gpt2").shape, hidden=77, ff_width=83, activation=activation)
     model = family_model("gpt2", shape=shape)
     with closing(opened(tiled(model), threads=3)) as driver:
         tokens, found = steps_of(driver, PROMPT, most=30)

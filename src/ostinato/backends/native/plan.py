@@ -41,7 +41,7 @@ from ostinato.options import Activations
 
 LANES: Final = 16
 MOST_PARTS: Final = 3
-_ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 
 
 # --- the structs of `src/`: attention.h, layout.h, loop.h ---

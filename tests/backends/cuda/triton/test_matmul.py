@@ -161,7 +161,7 @@ def test_running_a_product_twice_gives_the_same_output_and_leaves_its_counters_a
     assert not launch.args[-1].any()
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2"])
 def test_activations_far_from_zero_do_not_overflow(activation: Any) -> None:
     weight = torch.eye(16)
     x = torch.tensor(

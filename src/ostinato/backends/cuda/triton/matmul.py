@@ -47,8 +47,8 @@ STORE, ADD, GATED, ACT, MULTIPLY = (tl.constexpr(i) for i in range(5))
 EPILOGUES: Final = {name: i for i, name in enumerate(("store", "add", "gated", "act", "multiply"))}
 # ROOT: x was multiplied by the norm's weight before. ROOT and RMS divide by the root after the product, LAYER before.
 NO_NORM, ROOT, RMS, LAYER = (tl.constexpr(i) for i in range(4))
-SILU, GELU, GELU_TANH = (tl.constexpr(i) for i in range(3))
-ACTIVATIONS: Final = {name: i for i, name in enumerate(("silu", "gelu", "gelu_tanh"))}
+SILU, GELU, GELU_TANH, RELU2 = (tl.constexpr(i) for i in range(4))
+ACTIVATIONS: Final = {name: i for i, name in enumerate(("silu", "gelu", "gelu_tanh", "relu2"))}
 
 
 @triton.jit
@@ -63,6 +63,9 @@ def activate(x, ACTIVATION: tl.constexpr):
         return x * sigmoid(x)
     elif ACTIVATION == GELU:
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == RELU2:
+        positive = tl.maximum(x, 0.0)
+        return positive * positive
     else:
         # 0.5 x (1 + tanh(u)) is x sigmoid(2 u).
         return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))

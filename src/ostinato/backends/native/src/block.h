@@ -12,7 +12,7 @@
 
 namespace block {
 
-enum Activation { SILU, GELU, GELU_TANH };
+enum Activation { SILU, GELU, GELU_TANH, RELU2 };
 
 // y = x / sqrt(mean(x^2) + eps) * weight; in place where y is x.
 static inline void rms_norm(const float* x, const float* weight, int n, float eps, float* y) {
@@ -108,6 +108,10 @@ static inline void rotate(float* head, const float* cos_sin, int half, bool neig
 }
 
 static inline Lanes activated(Lanes x, int activation) {
+    if (activation == RELU2) {
+        const Lanes positive = max(lanes(0.0f), x);
+        return mul(positive, positive);
+    }
     return activation == SILU ? silu(x) : activation == GELU ? gelu_erf(x) : gelu_tanh(x);
 }
 

@@ -1,4 +1,4 @@
-"""Activation functions of an MLP: SiLU, GELU, tanh-GELU, plain or gated."""
+"""Activation functions of an MLP: SiLU, GELU, tanh-GELU, squared ReLU, plain or gated."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,9 +7,11 @@ from ostinato.models.shape import Activation
 
 
 def activate_torch(x: Tensor, activation: Activation) -> Tensor:
-    """Elementwise silu(x) = x * sigmoid(x), GELU by the error function, or GELU by its tanh formula; x.dtype out."""
+    """Elementwise: silu(x) = x * sigmoid(x), GELU by the error function or its tanh formula, relu(x)^2; x.dtype out."""
     if activation == "silu":
         return F.silu(x)
+    if activation == "relu2":
+        return F.relu(x).square()
     return F.gelu(x, approximate="none" if activation == "gelu" else "tanh")
 
 
