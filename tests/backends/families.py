@@ -7,16 +7,21 @@ from dataclasses import replace
 from ostinato.backends.torch.model import Model
 from ostinato.models.gemma import GEMMA2, GEMMA3, two_ropes
 from ostinato.models.gpt2 import GPT2
+from ostinato.models.granite import GRANITE, multiplied
 from ostinato.models.llama import LLAMA
 from ostinato.models.mixtral import MIXTRAL
 from ostinato.models.phi3 import PHI3
 from ostinato.models.qwen2 import QWEN2
 from ostinato.models.qwen3 import QWEN3, QWEN3_MOE
 from ostinato.models.rope import Rope
-from ostinato.models.shape import ExpertShape, Shape
+from ostinato.models.shape import ExpertShape, Shape, with_rope_where
+from ostinato.models.smollm3 import SMOLLM3
 from tests.random_model import RandomWeights
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3moe", "mixtral", "gemma2", "gemma3", "phi3", "phi3-long", "gpt2")
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "qwen3moe", "mixtral", "gemma2", "gemma3", "phi3", "phi3-long", "gpt2", "smollm3",
+    "granite",
+)  # fmt: skip
 HIDDEN, N_LAYERS, VOCAB, CONTEXT = 96, 2, 131, 256
 BORDER = 20  # positions of the longest sequence that the short factors of phi3-long rotate
 
@@ -63,5 +68,7 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
         "phi3": (PHI3, replace(plain, ropes=(part, part))),
         "phi3-long": (PHI3, replace(plain, family="phi3", ropes=(two_sets, two_sets))),
         "gpt2": (GPT2, gpt2),
+        "smollm3": (SMOLLM3, with_rope_where(plain, (True, False))),
+        "granite": (GRANITE, replace(multiplied(plain, 0.7, 3.0), embedding_scale=2.5)),
     }[name]
     return FamilyWeights(seed).model(family, shape or own)

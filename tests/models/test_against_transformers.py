@@ -10,6 +10,8 @@ import torch
 from torch.testing import assert_close
 
 from ostinato import LLM, Sampling
+from ostinato.files.checkpoint import open_checkpoint
+from ostinato.models.registry import table_of, why_left_out
 from tests.models import tiny, tiny_gguf, tiny_text
 
 pytestmark = pytest.mark.slow  # together they take seconds
@@ -46,6 +48,17 @@ def test_64_greedy_tokens_equal_those_of_transformers(case: tuple[str, LLM]) -> 
     name, llm = case
     answer = llm.generate(tiny.prompt(name), GREEDY).token_ids
     assert answer == tiny.reference_greedy(name, guess=answer)
+
+
+@pytest.mark.parametrize("name", ["gemma3-vision", "qwen3-vl"])
+def test_the_vision_part_of_a_folder_is_left_out_of_memory_and_said(name: str, tiny_files: Path) -> None:
+    with open_checkpoint(tiny.folder(name, tiny_files)) as checkpoint:
+        said = why_left_out(checkpoint)
+        loaded = table_of(checkpoint).names.values()
+        n_left = len(checkpoint.tensors) - len(loaded)
+    assert said is not None
+    assert f"only the text part runs; {n_left} tensors for pictures" in said
+    assert not any("vis" in tensor for tensor in loaded)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])

@@ -16,8 +16,11 @@ from tests.models import llama_cpp, tiny, tiny_encoders
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: the GGUF fixtures were not compared with it")
 
 TOLERANCES: Final = {
+    "gemma": 5e-3,
     "gemma2": 5e-3,
     "gemma3": 5e-3,
+    "gemma3-vision": 5e-3,
+    "qwen3-vl": 1e-3,
     "gemma3-linear": 5e-3,
     "gemma3-stated": 5e-3,
     "gpt2": 1e-2,

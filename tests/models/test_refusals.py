@@ -202,17 +202,31 @@ def test_a_quantised_folder_is_refused_by_the_name_of_its_method(tmp_path: Path,
 def test_an_unknown_architecture_of_a_folder_is_refused_with_the_known_ones(tmp_path: Path, tiny_files: Path) -> None:
     path = spoiled_folder(tmp_path, tiny_files, config=lambda c: c.update(architectures=["LlamaForCausalLLM"]))
     message = refusal(path, UnknownName)
-    for name in {model.kind for model in tiny.TINY.values()}:
-        assert name in message
+    for model in tiny.TINY.values():
+        assert model.config.get("text_config", {}).get("model_type", model.kind) in message
     assert "nearest" not in message
     assert "docs/add-a-family.md" in message
 
 
-def test_a_model_that_takes_images_is_refused_as_such(tmp_path: Path, tiny_files: Path) -> None:
+def test_a_refused_architecture_is_told_with_the_tensors_that_no_family_has(tmp_path: Path, tiny_files: Path) -> None:
+    extra = {"model.layers.0.hyper_mixer.weight": torch.ones(4)}
     path = spoiled_folder(
-        tmp_path, tiny_files, config=lambda c: c.update(architectures=["Gemma3ForConditionalGeneration"])
+        tmp_path,
+        tiny_files,
+        config=lambda c: c.update(architectures=["HyperForCausalLM"]),
+        tensors=lambda t: t.update(extra),
     )
-    assert "vision" in refusal(path, Unsupported)
+    message = refusal(path, UnknownName)
+    assert "'HyperForCausalLM' is not known, and no family has tensors called model.layers.*.hyper_mixer" in message
+    assert "docs/add-a-family.md" in message
+
+
+def test_a_text_part_of_an_unknown_kind_is_named(tmp_path: Path, tiny_files: Path) -> None:
+    def change(config: dict[str, Any]) -> None:
+        config["text_config"]["model_type"] = "gemma9_text"
+
+    message = refusal(spoiled_folder(tmp_path, tiny_files, name="gemma3-vision", config=change), UnknownName)
+    assert "'Gemma3ForConditionalGeneration' is not known, nor is its text part 'gemma9_text'" in message
 
 
 def test_a_tensor_of_a_folder_that_nobody_uses_is_named(tmp_path: Path, tiny_files: Path) -> None:

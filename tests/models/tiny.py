@@ -54,6 +54,24 @@ _GPT2: Final[Mapping[str, Any]] = {
 }
 
 
+_GRANITE: Final[Mapping[str, Any]] = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.35,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 0.8,
+}
+
+
+_VISION: Final[Mapping[str, Any]] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class TinyModel:
     """What one tiny model is made of."""
@@ -89,6 +107,13 @@ def _gemma3(local_base: float = 1e4, config: Mapping[str, Any] | None = None, **
     # Every sixth layer is global in the files people have, and a GGUF file need not say so: hence seven layers.
     sizes = {"num_hidden_layers": 7, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": WINDOW}
     return _made("Gemma3ForCausalLM", "gemma3", **{**sizes, "rope_parameters": rope, **(config or {})})
+
+
+def _with_vision(kind: str, architecture: str, text: TinyModel, vision: Mapping[str, Any], **rope: Any) -> TinyModel:
+    """A model of two parts, of which one takes pictures."""
+    model_type = getattr(transformers, kind).config_class.sub_configs["text_config"].model_type
+    own = {**text.config, "model_type": model_type, **({"rope_parameters": rope} if rope else {})}
+    return TinyModel(kind, architecture, {"text_config": own, "vision_config": vision})
 
 
 def _gemma2(architecture: str | None, scalar: int) -> TinyModel:
@@ -177,11 +202,23 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         "qwen3": _made("Qwen3ForCausalLM", "qwen3", head_dim=16),
         "qwen3-wide": _made("Qwen3ForCausalLM", "qwen3", head_dim=32, tie_word_embeddings=True),
         "qwen3-yarn": _made("Qwen3ForCausalLM", "qwen3", head_dim=32, rope_parameters=_yarn()),
+        "qwen3-vl": _with_vision(
+            "Qwen3VLForConditionalGeneration",
+            "qwen3vl",
+            _made("Qwen3ForCausalLM", "qwen3", head_dim=16),
+            {**_VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+            **{"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+        ),
         "gemma2": _gemma2("gemma2", scalar=32),
         "gemma2-scalar": _gemma2(None, scalar=20),  # only the 27B model has one, which GGUF readers know by its size
         "gemma3": _gemma3(),
         "gemma3-linear": _gemma3(rope_type="linear", factor=8.0),
+        "gemma3-vision": _with_vision("Gemma3ForConditionalGeneration", "gemma3", _gemma3(), _VISION),
         "gemma3-stated": _gemma3(500.0, {"num_hidden_layers": 4, "sliding_window_pattern": 3}),
+        "gemma": _made("GemmaForCausalLM", "gemma", head_dim=32, hidden_act="gelu_pytorch_tanh"),
+        "smollm3": _made("SmolLM3ForCausalLM", "smollm3", num_hidden_layers=4),
+        "smollm3-listed": _made("SmolLM3ForCausalLM", None, no_rope_layers=[0, 1, 1]),
+        "granite": _made("GraniteForCausalLM", "granite", **_GRANITE),
         "phi3": _phi3(),
         "phi3-window": _phi3(sliding_window=WINDOW),
         "phi3-partial": _phi3({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}),
@@ -282,7 +319,7 @@ def gguf(name: str, tmp: Path, *, parts: int = 1) -> Path:
     path = tmp / f"{name}.gguf"
     first = path if parts == 1 else tmp / f"{name}-00001-of-{parts:05d}.gguf"
     if not first.exists():
-        config, tensors = parts_of(name, tmp)
+        config, tensors = tiny_gguf.text_part(*parts_of(name, tmp))
         tiny_gguf.write(path, tiny.architecture, config, tensors, storage=tiny.storage, parts=parts)
     return first
 

@@ -36,11 +36,13 @@ def write(model: Any, folder: Path, *, storage: str, style: Style, shard_size: s
 
 def original_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The same facts under the names of the first releases."""
+    if "text_config" in config:
+        return {**config, "text_config": _original_text(config["text_config"])}
     kind = config["model_type"]
     old = {key: value for key, value in config.items() if key not in ("layer_types", "rope_parameters")}
     old["torch_dtype"] = old.pop("dtype")
     old.pop("transformers_version")
-    if kind in ("gemma2", "gemma3_text", "gpt2") or (kind == "mamba" and config["tie_word_embeddings"]):
+    if kind in ("gemma", "gemma2", "gemma3_text", "gpt2") or (kind == "mamba" and config["tie_word_embeddings"]):
         old.pop("tie_word_embeddings")  # true by default there
     if kind in ("llama", "mistral", "mixtral", "qwen2") and old.get("head_dim") is not None:
         assert old["head_dim"] * old["num_attention_heads"] == old["hidden_size"]
@@ -55,6 +57,12 @@ def original_config(config: Mapping[str, Any]) -> dict[str, Any]:
         low, high = (float(v["__float__"] if isinstance(v, dict) else v) for v in old["time_step_limit"])
         old["time_step_limit"] = [low, high]  # with the word Infinity, which JSON does not know
     return {**old, **_original_rope(config)}
+
+
+def _original_text(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The text part of a model of several; what is stated for the whole is not repeated in it."""
+    whole = {"dtype": "float32", "transformers_version": "5", **config}
+    return {key: value for key, value in original_config(whole).items() if key != "torch_dtype"}
 
 
 def _original_rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,4 +98,8 @@ def _rewrite_tensors(path: Path, config: Mapping[str, Any]) -> None:
         frequencies = torch.ones(config["hidden_size"] // config["num_attention_heads"] // 2)
         for layer in range(config["num_hidden_layers"]):
             tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = frequencies.clone()
+    elif config["model_type"] == "gemma3":
+        # As transformers 4.52 and later wrote it.
+        old, new = "language_model.model.", "model.language_model."
+        tensors = {name.replace(old, new) if old in name else f"model.{name}": value for name, value in tensors.items()}
     save_file(tensors, path, metadata={"format": "pt"})

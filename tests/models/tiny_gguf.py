@@ -8,7 +8,7 @@ here and nowhere else; that llama.cpp reads the result as meant is tested beside
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import gguf
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 from tests.models import tiny_text, tiny_weights
 
 Config = Mapping[str, Any]
+# Architectures whose converter is llama's: rows of Q and K stand so that rotary pairs are neighbours.
+PAIRED: Final = ("llama", "smollm3", "granite")
 
 
 def write(
@@ -50,6 +52,18 @@ def write(
     writer.close()
 
 
+def text_part(config: Config, tensors: Mapping[str, Tensor]) -> tuple[Config, Mapping[str, Tensor]]:
+    """What a converter takes of a model of several parts; all of a model that has one."""
+    if "text_config" not in config:
+        return config, tensors
+    own = {
+        name.replace("language_model.model.", "model.").replace("model.language_model.", "model."): value
+        for name, value in tensors.items()
+        if "language_model" in name or name.startswith("lm_head")
+    }
+    return config["text_config"], own
+
+
 def _n_layers(config: Config) -> int:
     return int(config.get("num_hidden_layers") or config["n_layer"])
 
@@ -75,9 +89,19 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
         special[architecture](writer, config)
         return
     _add_common(writer, config)
-    if architecture == "llama":
+    if architecture in PAIRED:
         writer.add_vocab_size(config["vocab_size"])
-        writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+        writer.add_rope_dimension_count(
+            config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        )
+    if architecture == "qwen3vl":
+        writer.add_rope_dimension_sections([*_rope(config)["mrope_section"], 0])
+        writer.add_num_deepstack_layers(1)
+    if architecture == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     if architecture == "gemma3":
         _add_gemma3(writer, config)
     if architecture == "qwen3moe":
@@ -224,9 +248,9 @@ def _add_vocabulary(writer: Any) -> None:
 def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The tensors under their names in a folder, laid out as GGUF has them; then those that only GGUF has."""
     for name, value in _stacked_experts(tensors).items():
-        if architecture == "llama" and name.endswith(("q_proj.weight", "q_proj.bias")):
+        if architecture in PAIRED and name.endswith(("q_proj.weight", "q_proj.bias")):
             value = _in_pairs(value, config["num_attention_heads"])
-        elif architecture == "llama" and name.endswith(("k_proj.weight", "k_proj.bias")):
+        elif architecture in PAIRED and name.endswith(("k_proj.weight", "k_proj.bias")):
             value = _in_pairs(value, config["num_key_value_heads"])
         elif architecture.startswith("gemma") and name.endswith("norm.weight"):
             value = value + 1

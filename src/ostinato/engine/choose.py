@@ -33,7 +33,7 @@ from ostinato.engine.verified import DOUBTED
 from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
 from ostinato.extras import check_extra
 from ostinato.models.header import HeaderTensors, tensors_in, tensors_of
-from ostinato.models.registry import describe
+from ostinato.models.registry import describe, why_left_out
 from ostinato.options import MODES, Activations, DType, KVType, LoadOptions, Talk
 
 if TYPE_CHECKING:
@@ -117,6 +117,8 @@ def choose(
         if options.device == "auto" and (unused := why_gpu_unused()) is not None:
             talk(unused)
     describe(checkpoint, shape)  # a file that contradicts itself is refused before its sizes are believed
+    if (aside := why_left_out(checkpoint)) is not None:
+        talk(aside)
     case = LoadCase(shape, tensors_of(checkpoint), options, machine)
     return fit(prepared(case, talk), case, talk)
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ostinato.models.blocks import AnyLayer, ModelBlocks
 from ostinato.models.builder import Builder, Names
@@ -27,6 +28,11 @@ COMMON_NAMES: Mapping[str, str] = {
     "model.layers.*.mlp.up_proj": "blk.*.ffn_up",
     "model.layers.*.mlp.down_proj": "blk.*.ffn_down",
 }
+# Parts of a checkpoint that are recognised, left out of memory and said, by what they are for.
+LEFT_OUT: Mapping[str, re.Pattern[str]] = {
+    "pictures": re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|embed_vision)\..*"),
+    "sounds": re.compile(r"(model\.)?(audio_tower|embed_audio)\..*"),
+}
 # Buffers that older tools wrote beside the weights; they hold nothing that a model learned.
 BUFFERS = re.compile(
     r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias|(.*\.)?embeddings\.position_ids|.*\.mamba\.mup_vector"
@@ -40,6 +46,9 @@ class Family:
     name: str
     layer: Callable[[Builder, int], AnyLayer] = Builder.layer
     hf: tuple[str, ...] = ()  # config.json's architectures[0]
+    # The model_type of text_config in checkpoints of several parts, of which this family is the one that runs.
+    text_types: tuple[str, ...] = ()
+    config_defaults: Mapping[str, Any] = field(default_factory=dict)  # what a published text_config leaves out
     in_gguf: bool = True  # under this name, as general.architecture
     shape_from_gguf: Callable[[Description], Shape] = common_from_gguf
     shape_from_config: Callable[[Description], Shape] = common_from_config

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ostinato.errors import BadFile
@@ -89,6 +90,14 @@ class Fields:
         return BadFile(f"{self.path}: the setting {self.prefix + key!r} is {shown}; it must be {wanted}")
 
 
+def text_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """What the config.json of a model of several parts says of its text part; None where there is one part."""
+    text = checkpoint.metadata.get("text_config") if checkpoint.format == "safetensors" else None
+    if text is not None and not isinstance(text, Mapping):
+        raise BadFile(f"{checkpoint.path}: text_config is {str(text)[:80]!r}; it must be an object")
+    return text
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description(Fields):
     """All that a checkpoint says of its model, for the family that reads its shape."""
@@ -97,9 +106,13 @@ class Description(Fields):
     family: str
 
     @staticmethod
-    def of(checkpoint: Checkpoint, family: str) -> "Description":
+    def of(checkpoint: Checkpoint, family: str, defaults: Mapping[str, Any] = MappingProxyType({})) -> "Description":
+        """`defaults` stand for what the text_config of a folder leaves out."""
         prefix = f"{checkpoint.architecture}." if checkpoint.format == "gguf" else ""
-        return Description(checkpoint.metadata, checkpoint.path, prefix, checkpoint=checkpoint, family=family)
+        values, text = checkpoint.metadata, text_config(checkpoint)
+        if text is not None:
+            values = {**values, **defaults, **text}
+        return Description(values, checkpoint.path, prefix, checkpoint=checkpoint, family=family)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:

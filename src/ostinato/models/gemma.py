@@ -1,6 +1,7 @@
-"""gemma2 and gemma3: norms before and after each block, scaled embeddings, layers that see a window and layers
-that see everything. gemma2 caps its scores and logits by tanh; gemma3 norms query and key heads and has
-another RoPE base for its window layers. Safetensors keep a norm's weight as its distance from 1, GGUF as it is.
+"""gemma, gemma2 and gemma3: scaled embeddings and tanh-GELU. From gemma2 on norms before and after each block, layers
+that see a window and layers that see everything. gemma2 caps its scores and logits by tanh; gemma3 norms query and key
+heads and has another RoPE base for its window layers. Safetensors keep a norm's weight as its distance from 1, GGUF as
+it is.
 """
 
 from dataclasses import replace
@@ -17,6 +18,18 @@ from ostinato.models.tensors import PLUS_ONE
 LOCAL_BASE = 10_000.0
 # GGUF does not state the scale of the queries: these sizes take it from the hidden size, all others from the head.
 SCALED_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
+
+
+def gemma1_from_gguf(f: Description) -> Shape:
+    shape = common_from_gguf(f)
+    return replace(shape, activation="gelu_tanh", embedding_scale=shape.hidden**0.5)
+
+
+def gemma1_from_config(c: Description) -> Shape:
+    shape = common_from_config(c)
+    tied = c.flag("tie_word_embeddings", True)
+    # Published files say gelu, which their authors' own code takes as tanh-GELU.
+    return replace(shape, activation="gelu_tanh", embedding_scale=shape.hidden**0.5, tied_head=tied)
 
 
 def windowed(shape: Shape, window: int, global_every: int) -> Shape:
@@ -103,6 +116,14 @@ NORMS = {
     )
 }  # fmt: skip
 
+GEMMA = Family(
+    "gemma",
+    hf=("GemmaForCausalLM",),
+    shape_from_gguf=gemma1_from_gguf,
+    shape_from_config=gemma1_from_config,
+    config_transforms=NORMS,
+)
+
 GEMMA2 = Family(
     "gemma2",
     partial(Builder.layer, sandwich=True),
@@ -117,6 +138,16 @@ GEMMA3 = Family(
     "gemma3",
     partial(Builder.layer, qk_norm=True, sandwich=True),
     hf=("Gemma3ForCausalLM",),
+    text_types=("gemma3_text",),
+    config_defaults={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 131_072,
+        "vocab_size": 262_208,
+    },
     shape_from_gguf=gemma3_from_gguf,
     shape_from_config=gemma3_from_config,
     names=NAMES,

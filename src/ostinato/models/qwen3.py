@@ -1,4 +1,6 @@
-"""qwen3 and qwen3moe: llama's blocks with an RMS norm on every query and key head, dense or with routed experts."""
+"""qwen3, qwen3vl and qwen3moe: llama's blocks with an RMS norm on every query and key head, dense or with routed
+experts.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -42,6 +44,9 @@ def moe_from_config(c: Description) -> Shape:
 LAYER = partial(Builder.layer, qk_norm=True)
 
 QWEN3 = Family("qwen3", LAYER, hf=("Qwen3ForCausalLM",), shape_from_config=without_unused_window)
+
+# The text part of Qwen3-VL. Its rotary sections are of height, width and time, which are one position in a text.
+QWEN3_VL = Family("qwen3vl", LAYER, text_types=("qwen3_vl_text",), shape_from_config=without_unused_window)
 
 QWEN3_MOE = Family(
     "qwen3moe",

@@ -1,48 +1,70 @@
 """The table of families, and the way from a checkpoint to its blocks. A new family is one file and one line here."""
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
-from ostinato.errors import UnknownName, Unsupported
+from ostinato.errors import UnknownName, first_few
 from ostinato.files.checkpoint import Checkpoint
 from ostinato.models.bert import BERT, NOMIC_BERT
 from ostinato.models.blocks import ModelBlocks, leaves_of
 from ostinato.models.falcon_h1 import FALCON_H1
-from ostinato.models.family import Family
-from ostinato.models.fields import Description
-from ostinato.models.gemma import GEMMA2, GEMMA3
+from ostinato.models.family import LEFT_OUT, Family
+from ostinato.models.fields import Description, text_config
+from ostinato.models.gemma import GEMMA, GEMMA2, GEMMA3
 from ostinato.models.gpt2 import GPT2
+from ostinato.models.granite import GRANITE
 from ostinato.models.llama import LLAMA
 from ostinato.models.mamba import MAMBA, MAMBA2
 from ostinato.models.mixtral import MIXTRAL
 from ostinato.models.phi3 import PHI3
 from ostinato.models.qwen2 import QWEN2
-from ostinato.models.qwen3 import QWEN3, QWEN3_MOE
+from ostinato.models.qwen3 import QWEN3, QWEN3_MOE, QWEN3_VL
 from ostinato.models.shape import Shape, checked
-from ostinato.models.tensors import TensorTable, spelled, translate
+from ostinato.models.smollm3 import SMOLLM3
+from ostinato.models.tensors import TensorTable, spelled, stem_of, translate
 
 FAMILIES: Final = (
-    LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, GPT2, MIXTRAL, MAMBA, MAMBA2, FALCON_H1, BERT, NOMIC_BERT,
+    LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, PHI3, GPT2, MIXTRAL, MAMBA, MAMBA2, FALCON_H1, BERT,
+    NOMIC_BERT, SMOLLM3, GRANITE, QWEN3_VL,
 )  # fmt: skip
 
 BY_GGUF: Final[Mapping[str, Family]] = MappingProxyType({f.name: f for f in FAMILIES if f.in_gguf})
 BY_CONFIG: Final[Mapping[str, Family]] = MappingProxyType({name: f for f in FAMILIES for name in f.hf})
+BY_TEXT_CONFIG: Final[Mapping[str, Family]] = MappingProxyType({name: f for f in FAMILIES for name in f.text_types})
+# How folders of several parts call the tensors of their text part, and how a folder of that part alone calls them.
+_TEXT_PART: Final = re.compile(r"(?:model\.language_model|language_model\.model)\.|language_model\.(?=lm_head\.)")
 
 
 def family_of(checkpoint: Checkpoint) -> Family:
-    """The family of a checkpoint's architecture; an unknown one is refused with the list of known ones."""
+    """The family of a checkpoint's architecture, or of its text part; an unknown one is refused by its header."""
+    text = text_config(checkpoint)
+    if text is not None and (found := BY_TEXT_CONFIG.get(str(text.get("model_type")))) is not None:
+        return found
     known = BY_GGUF if checkpoint.format == "gguf" else BY_CONFIG
     name = checkpoint.architecture
-    if name.endswith("ForConditionalGeneration") or "vision_config" in checkpoint.metadata or name == "clip":
-        raise Unsupported(f"{checkpoint.path}: {name} takes images; vision models are not supported")
-    if name not in known:
-        raise UnknownName(
-            f"{checkpoint.path}: the architecture {name!r} is not known; known are {', '.join(sorted(known))} "
-            "(the README lists the families; docs/add-a-family.md says how to add one)"
-        )
-    return known[name]
+    if name in known and "vision_config" not in checkpoint.metadata:
+        return known[name]
+    parts = "" if checkpoint.format == "gguf" else f", and text parts of {', '.join(sorted(BY_TEXT_CONFIG))}"
+    raise UnknownName(
+        f"{checkpoint.path}: {_what_is_unknown(checkpoint, text)}; known are {', '.join(sorted(known))}{parts} "
+        "(docs/families.md lists the families, docs/add-a-family.md says how to add one)"
+    )
+
+
+def _what_is_unknown(checkpoint: Checkpoint, text: Mapping[str, Any] | None) -> str:
+    """The architecture, and of its tensors those that no family has a name for."""
+    what = f"the architecture {checkpoint.architecture!r} is not known"
+    if text is not None:
+        what += f", nor is its text part {text.get('model_type')!r}"
+    in_gguf = checkpoint.format == "gguf"
+    named = {stem for f in FAMILIES for stem in (f.names.values() if in_gguf else f.names)}
+    strange = sorted({stem for name in checkpoint.tensors if (stem := stem_of(_alone(name))) not in named})
+    if strange:
+        return f"{what}, and no family has tensors called {first_few(strange)}"
+    return f"{what}, though known families have all of its tensors"
 
 
 def family_named(name: str) -> Family:
@@ -53,7 +75,7 @@ def family_named(name: str) -> Family:
 def read_shape(checkpoint: Checkpoint) -> Shape:
     """What the model is, from its metadata alone."""
     family = family_of(checkpoint)
-    stated = Description.of(checkpoint, family.name)
+    stated = Description.of(checkpoint, family.name, family.config_defaults)
     read = family.shape_from_gguf if checkpoint.format == "gguf" else family.shape_from_config
     return checked(read(stated), stated)
 
@@ -63,8 +85,39 @@ def table_of(checkpoint: Checkpoint) -> TensorTable:
     family = family_of(checkpoint)
     if checkpoint.format == "gguf":
         return TensorTable(checkpoint, translate(checkpoint.tensors, family.gguf_names), family.gguf_transforms)
-    names = translate(checkpoint.tensors, family.names, family.ignored)
+    aside = {name for names in _left_out(checkpoint).values() for name in names}
+    alone = {_alone(name): name for name in checkpoint.tensors if name not in aside}
+    names = {ours: alone[name] for ours, name in translate(alone, family.names, family.ignored).items()}
     return TensorTable(checkpoint, names, family.config_transforms, partial(spelled, family.names))
+
+
+def why_left_out(checkpoint: Checkpoint) -> str | None:
+    """A sentence about the parts of a checkpoint that are recognised and do not run; None where all of it runs."""
+    parts = _left_out(checkpoint)
+    if not parts:
+        return None
+    n_bytes = sum(checkpoint.tensors[name].n_bytes for names in parts.values() for name in names)
+    n_tensors = sum(map(len, parts.values()))
+    return (
+        f"{checkpoint.path}: only the text part runs; {n_tensors} tensors for {' and '.join(parts)} "
+        f"({n_bytes / 1e9:.2f} GB) are not loaded"
+    )
+
+
+def _left_out(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """The tensors that no backend loads, by what they are for."""
+    if text_config(checkpoint) is None:
+        return {}
+    found = {what: [name for name in checkpoint.tensors if p.fullmatch(name)] for what, p in LEFT_OUT.items()}
+    return {what: names for what, names in found.items() if names}
+
+
+def _alone(name: str) -> str:
+    """A tensor of the text part as a folder of that part alone would call it."""
+    found = _TEXT_PART.match(name)
+    if found is None:
+        return name
+    return name[found.end() :] if found.group() == "language_model." else f"model.{name[found.end() :]}"
 
 
 def describe(checkpoint: Checkpoint, shape: Shape) -> tuple[ModelBlocks, TensorTable]:

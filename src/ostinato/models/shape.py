@@ -270,6 +270,25 @@ def common_from_config(c: Description) -> Shape:
     )
 
 
+def with_rope_where(shape: Shape, turned: Sequence[bool]) -> Shape:
+    """No rotary positions in the other layers."""
+    return replace(shape, ropes=tuple(r if one else None for r, one in zip(shape.ropes, turned, strict=True)))
+
+
+def with_query_scale(shape: Shape, scale: float) -> Shape:
+    return replace(shape, query_scale=scale)
+
+
+def flags(c: Fields, key: str, default: Sequence[bool]) -> Sequence[bool]:
+    """A list of one 0 or 1 for each layer."""
+    found = c.raw(key)
+    if found is None:
+        return default
+    if not isinstance(found, list) or len(found) != len(default) or any(one not in (0, 1) for one in found):
+        raise BadFile(f"{c.path}: {key} is {str(found)[:80]}; it must be a list of {len(default)} times 0 or 1")
+    return [bool(one) for one in found]
+
+
 def with_biases(shape: Shape, f: Description) -> Shape:
     """GGUF does not state biases: the file has them or not."""
     attention, mlp = (f"blk.0.{name}.bias" in f.tensors for name in ("attn_q", "ffn_up"))

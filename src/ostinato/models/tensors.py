@@ -226,6 +226,15 @@ def spelled(table: Mapping[str, str], name: str) -> str:
     return name if found is None else _numbered(f"{found}.{leaf}", name)
 
 
+def stem_of(name: str) -> str:
+    """A tensor's name without its last part, `*` for its numbers, as a table of names has it.
+
+    >>> stem_of("model.layers.3.mlp.up_proj.weight")
+    'model.layers.*.mlp.up_proj'
+    """
+    return _starred(name.rpartition(".")[0] or name)
+
+
 def _starred(name: str) -> str:
     return _NUMBER.sub("*", name)
 

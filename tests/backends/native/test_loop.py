@@ -35,7 +35,6 @@ from ostinato.engine.open import open_runner
 from ostinato.errors import HardwareCannot, InternalError
 from ostinato.loop.layout import Finish, Word
 from ostinato.models.rope import Rope
-from ostinato.models.shape import Multipliers
 from ostinato.options import KVType, Sampling
 from tests.backends.families import FAMILIES, family_model
 from tests.backends.native.tiled import dense, packed_blocks, plain_tiles, tiled
@@ -310,7 +309,6 @@ def test_what_it_cannot_run_is_told_and_auto_runs_eager() -> None:
 def test_what_it_lacks_is_named() -> None:
     shape = random_model("kv").shape
     assert why_not_blocks(shape) is None
-    assert why_not_blocks(replace(shape, multipliers=Multipliers(head=0.5))) == "the native loop has no multipliers"
     assert why_not_blocks(random_model("hybrid").shape) == "the native loop has no recurrent layers"
     assert "multiple of 16" in str(why_not_blocks(random_model("kv", hidden=32).shape))
 

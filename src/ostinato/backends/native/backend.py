@@ -162,7 +162,6 @@ def why_not_blocks(shape: Shape) -> str | None:
             f"{shape.head_width}",
         ),
         (shape.attention_gate, "the native loop has no gates on the output of attention"),
-        (shape.multipliers != type(shape.multipliers)(), "the native loop has no multipliers"),
     )
     return next((reason for lacks, reason in checks if lacks), None)
 

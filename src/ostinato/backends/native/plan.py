@@ -47,8 +47,17 @@ _ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 # --- the structs of `src/`: attention.h, layout.h, loop.h ---
 
 
+def _pointers(*names: str) -> tuple[tuple[str, type[c_void_p]], ...]:
+    return tuple((name, c_void_p) for name in names)
+
+
 class _Product(Structure):
-    _fields_ = (("n_parts", c_int), ("rows", c_int), ("parts", TileMatrixStruct * MOST_PARTS), ("bias", c_void_p))
+    _fields_ = (
+        ("n_parts", c_int),
+        ("rows", c_int),
+        ("parts", TileMatrixStruct * MOST_PARTS),
+        *_pointers("bias", "scale"),
+    )
 
 
 class _Cache(Structure):
@@ -285,7 +294,10 @@ class NativeStep:
             out.gate_up, out.down = self._product(mlp.up), self._product(mlp.down)
         elif isinstance(mlp, GatedMLP):
             out.ff_width = shape.ff_width
-            out.gate_up, out.down = self._inner(mlp.gate_up.weight, mlp.gate_up.bias), self._product(mlp.down)
+            out.gate_up, out.down = (
+                self._inner(mlp.gate_up.weight, mlp.gate_up.bias, mlp.gate_up.scale),
+                self._product(mlp.down),
+            )
         elif isinstance(mlp, Experts) and isinstance(mlp.gate_up, tuple) and isinstance(mlp.down, tuple):
             out.ff_width = mlp.experts.ff_width
             out.router = self._product(mlp.router)
@@ -306,23 +318,23 @@ class NativeStep:
         return None if values is None else self._kept.floats(values)
 
     def _product(self, linear: Linear) -> _Product:
-        if linear.scale is not None:
-            raise InternalError("the native loop has no scaled products")
-        return self._of(linear.weight, linear.bias)
+        return self._of(linear.weight, linear.bias, linear.scale)
 
-    def _inner(self, weight: Any, bias: Any = None) -> _Product:
+    def _inner(self, weight: Any, bias: Any = None, scale: Any = None) -> _Product:
         """Gate and up: their columns must begin at a tile each."""
         parts = _parts(weight)
         if len(parts) == 1 and parts[0].rows // 2 % LANES:
             raise InternalError(f"gate and up in one matrix of {parts[0].rows} rows: up begins inside a tile")
-        return self._of(weight, bias)
+        return self._of(weight, bias, scale)
 
-    def _of(self, weight: Any, bias: Any = None) -> _Product:
+    def _of(self, weight: Any, bias: Any = None, scale: Any = None) -> _Product:
         parts = _parts(weight)
         out = _Product(len(parts), sum(part.rows for part in parts))
         for number, part in enumerate(parts):
             out.parts[number] = part.matrix
-        out.bias = None if bias is None else self._kept.floats(bias)
+        out.bias = self._table(bias)
+        if scale is not None:
+            out.scale = self._kept.floats(np.broadcast_to(np.asarray(scale, np.float32), (out.rows,)))
         return out
 
 

@@ -67,6 +67,12 @@ static inline void add_to(float* x, const float* more, int n) {
     for (; i < n; i++) x[i] = x[i] + more[i];
 }
 
+static inline void multiply_by(float* x, const float* factors, int n) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store(x + i, mul(load(x + i), load(factors + i)));
+    for (; i < n; i++) x[i] = x[i] * factors[i];
+}
+
 // x += share * more, in two roundings as the twin has it.
 static inline void add_share(float* x, const float* more, float share, int n) {
     int i = 0;

@@ -33,7 +33,7 @@ constexpr int ROWS_TOGETHER = 16;    // of a chunk, whose heads a member takes a
 struct Product {
     int n_parts, rows;
     Matrix parts[MOST_PARTS];
-    const float* bias;  // [rows], or null
+    const float *bias, *scale;  // [rows], or null; the scale is of what comes out, its bias too
 };
 
 // A block normalises the residual for its input, normalises its output by `after` and adds it to the residual;
@@ -294,11 +294,12 @@ struct ForwardPass {
             const int from = first > tile ? first - tile : 0, end = last < tile + n_tiles ? last - tile : n_tiles;
             if (from < end) {
                 multiply(matrix, in, n, to + column, stride, from, end);
-                if (w.bias) {
-                    const int begin = from * LANES, stop = end * LANES < matrix.rows ? end * LANES : matrix.rows;
-                    for (int row = 0; row < n; row++)
-                        block::add_to(to + row * stride + column + begin, w.bias + column + begin, stop - begin);
-                }
+                const int begin = column + from * LANES;
+                const int n_columns = (end * LANES < matrix.rows ? end * LANES : matrix.rows) - from * LANES;
+                for (int row = 0; w.bias && row < n; row++)
+                    block::add_to(to + row * stride + begin, w.bias + begin, n_columns);
+                for (int row = 0; w.scale && row < n; row++)
+                    block::multiply_by(to + row * stride + begin, w.scale + begin, n_columns);
             }
             tile += n_tiles;
             column += matrix.rows;
