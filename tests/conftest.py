@@ -167,6 +167,14 @@ def vocab_data() -> Path:
 
 
 @pytest.fixture(scope="session")
+def llama_cpp_models() -> Path:
+    """The folder `models` of llama.cpp's source, with vocabularies and templates; skipped where it cannot be had."""
+    from tests.text.llama_cpp_source import models_folder
+
+    return models_folder()
+
+
+@pytest.fixture(scope="session")
 def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where tiny models are written, each once a session."""
     return tmp_path_factory.mktemp("tiny")

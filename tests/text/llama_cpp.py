@@ -102,6 +102,8 @@ def _add_metadata(writer: object, metadata: Metadata) -> None:
             writer.add_token_scores([float(score) for score in value])
         elif key == "tokenizer.ggml.token_type":
             writer.add_token_types([int(kind) for kind in value])
+        elif key == "tokenizer.ggml.precompiled_charsmap":
+            writer.add_precompiled_charsmap(np.asarray(value).tobytes())
         elif key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
             writer.add_array(key, list(value))
         elif key.startswith("tokenizer.ggml.") and isinstance(value, bool):

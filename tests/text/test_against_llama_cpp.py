@@ -11,7 +11,7 @@ from ostinato.text.byte_level import byte_characters
 from ostinato.text.pretokenizers import PRE_TOKENIZERS
 from ostinato.text.tokenizer import tokenizer_from_gguf
 from ostinato.text.vocabulary import TokenType
-from tests.counts import soak
+from tests.counts import soak, soaking
 from tests.text.llama_cpp import reference_ids, write_model
 from tests.text.vocabularies import ATOMS, Metadata
 
@@ -94,7 +94,8 @@ def shared_atoms(pre: str) -> list[str]:
     """The texts on which llama.cpp follows the pattern of the models' own files; docs/tokenizers.md says where not."""
     if pre in ("deepseek-llm", "deepseek-coder"):
         return [atom for atom in ATOMS if not any(c in atom for c in "\u2028\u3000")]
-    if PRE_TOKENIZERS[pre] in (PRE_TOKENIZERS["tekken"], PRE_TOKENIZERS["gpt-4o"]):
+    cased = (PRE_TOKENIZERS[name].patterns[-1] for name in ("tekken", "gpt-4o"))
+    if PRE_TOKENIZERS[pre].patterns[-1] in cased:
         caseless = ["日本", "中文", "ひらがな", "カタカナ", "한국어"]
         return [atom for atom in ATOMS if atom in caseless or not any(map(_letter_or_mark, atom))]
     return ATOMS
@@ -144,3 +145,78 @@ def test_user_defined_blanks_and_tags_are_matched_before_merging(vocab_data: Pat
     metadata["tokenizer.ggml.add_space_prefix"] = False
     model = write_model(tmp_path / "tags.gguf", metadata)
     compare(metadata, model, random_texts(13, soak(3_000), [*ATOMS, *list(added) * 3]), tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not soaking(), reason="the vocabularies have a quarter of a million tokens")
+@pytest.mark.parametrize("name", ["gemma-4", "nomic-bert-moe"])
+def test_large_vocabularies_without_words_on_random_texts(llama_cpp_models: Path, tmp_path: Path, name: str) -> None:
+    metadata = dict(open_checkpoint(llama_cpp_models / f"ggml-vocab-{name}.gguf").metadata)
+    model = write_model(tmp_path / "large.gguf", metadata)
+    # Of a letter and its marks, the library normalises the first part alone where only that is in the table.
+    atoms = [atom for atom in ATOMS if name == "gemma-4" or "\u0301" not in atom]
+    compare(metadata, model, random_texts(17, 3_000, [*atoms, "<|turn>", "\n" * 40, "▁▁"]), tmp_path)
+
+
+def merged_words() -> Metadata:
+    """A vocabulary like Gemma 4's: spaces as U+2581, merges listed, and every byte as a last resort."""
+    letters = sorted({*"▁abcdehlotn\n\t.,é日"})
+    random_pairs = random.Random(9)
+    words, merges = list(letters), []
+    while len(words) < 300:
+        left, right = random_pairs.choices(words, k=2)
+        if left + right not in words and ("\n" in left + right) == ({*left + right} == {"\n"}):
+            words.append(left + right)
+            merges.append(f"{left} {right}")
+    special = {"<bos>": 3, "<eos>": 3, "<unk>": 2, "<|turn>": 3, "<|channel>": 4}
+    types = {**special, **{f"<0x{byte:02X}>": 6 for byte in range(256)}, **dict.fromkeys(words, 1)}
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": list(types),
+        "tokenizer.ggml.token_type": list(types.values()),
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 2,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("bos", [False, True])
+def test_merges_over_whole_texts(tmp_path: Path, bos: bool) -> None:
+    metadata = merged_words()
+    model = write_model(tmp_path / "merged.gguf", metadata)
+    texts = random_texts(19, soak(3_000), [*metadata["tokenizer.ggml.tokens"][-300:], " ", "  ", "<|turn>", "x", "👍"])
+    compare(metadata, model, [text.replace("▁", " ") for text in texts], tmp_path, bos=bos)
+
+
+def unigrams() -> Metadata:
+    """A vocabulary whose words have random scores: ids show which cut has the highest total."""
+    chance = random.Random(21)
+    longer = ("".join(chance.choices("▁abcdehlot", k=chance.randint(2, 5))) for _ in range(300))
+    words = ["▁", *"abcdehlot.,é日", *(word for word in longer if "▁▁" not in word)]  # of equal totals, either may win
+    special = {"<s>": 3, "<pad>": 3, "</s>": 3, "<unk>": 2}
+    types = {**special, **dict.fromkeys(words, 1)}
+    return {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.tokens": list(types),
+        "tokenizer.ggml.token_type": list(types.values()),
+        "tokenizer.ggml.scores": [0.0] * 4 + [-chance.uniform(1, 12) for _ in range(len(types) - 4)],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": True,
+    }
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("one_space", [False, True])
+@pytest.mark.parametrize("space_first", [False, True])
+def test_the_best_cut_of_a_unigram_vocabulary(tmp_path: Path, one_space: bool, space_first: bool) -> None:
+    spaces = {"remove_extra_whitespaces": one_space, "add_space_prefix": space_first}
+    metadata = {**unigrams(), **{f"tokenizer.ggml.{key}": value for key, value in spaces.items()}}
+    model = write_model(tmp_path / "unigrams.gguf", metadata)
+    texts = random_texts(23, soak(3_000), [*"abcdehlot.,é日 ", "  ", "the", "hello", "<s>", "x", "👍", "</s>"])
+    compare(metadata, model, texts, tmp_path, bos=space_first)

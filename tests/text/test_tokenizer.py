@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -208,7 +209,7 @@ def test_two_tokens_with_one_text_are_both_shown_and_the_first_is_written() -> N
 
 
 def test_a_tokenizer_of_a_kind_that_is_not_built_here_is_refused_by_name() -> None:
-    for kind in ("t5", "rwkv", "plamo2", "no_such"):
+    for kind in ("rwkv", "plamo2", "no_such"):
         with pytest.raises(Unsupported, match=rf"'{kind}' are not supported; supported: .*gpt2"):
             tokenizer_of({**byte_level(), "tokenizer.ggml.model": kind})
 
@@ -310,3 +311,24 @@ def test_the_room_does_not_import_torch() -> None:
         f"import sys\nfor n in {rooms!r}.split(): __import__('ostinato.text.' + n)\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"precompiled_charsmap": [1, 2]}, "precompiled_charsmap is not a list of bytes"),
+        ({"precompiled_charsmap": np.zeros(3, np.uint8)}, "has a table of characters that cannot be used"),
+        ({"unknown_token_id": 99}, "unknown_token_id is 99, but there are 5 tokens"),
+        ({"scores": [0.0]}, "scores has 1 entries for 5 tokens"),
+    ],
+)
+def test_a_damaged_unigram_vocabulary_is_refused(changes: Metadata, why: str) -> None:
+    whole: Metadata = {
+        "model": "t5",
+        "tokens": ["<pad>", "</s>", "<unk>", "\u2581", "a"],
+        "token_type": [3, 3, 2, 1, 1],
+        "scores": [0.0, 0.0, 0.0, -1.0, -2.0],
+    }
+    assert tokenizer_of({f"tokenizer.ggml.{key}": value for key, value in whole.items()}).encode("a") == [3, 4, 1]
+    with pytest.raises(BadFile, match=why):
+        tokenizer_of({f"tokenizer.ggml.{key}": value for key, value in {**whole, **changes}.items()})

@@ -61,19 +61,19 @@ class ByteLevelPieces(Sequence[bytes]):
 def byte_level_encoder(vocabulary: Vocabulary, facts: Facts, pre: PreTokenizer) -> Encode:
     """The encoder of a byte-level vocabulary with the merges of its file."""
     ids = vocabulary.id_of_text()
-    lines = facts.strings("merges")
     try:
-        library = bpe(vocabulary.path, vocab=ids, merges=_merges(lines), ignore_merges=pre.whole_words)
+        library = bpe(vocabulary.path, vocab=ids, merges=listed_merges(facts), ignore_merges=pre.whole_words)
     except BadFile:
-        _check_merges(lines, ids, facts)  # to say which
+        _check_merges(facts.strings("merges"), ids, facts)  # to say which
         raise
     library.pre_tokenizer = pre.build()
     return with_specials(vocabulary, library)
 
 
-def _merges(lines: Iterable[str]) -> list[tuple[str, str]]:
-    """The merges in order, each once: the first counts. A line without a space is its own right side, which is no
-    token."""
+def listed_merges(facts: Facts) -> list[tuple[str, str]]:
+    """The merges of a file in order, each once: the first counts. A line without a space is its own right side, which
+    is no token."""
+    lines = facts.strings("merges")
     return list(dict.fromkeys([(line[: (cut := line.find(" ", 1))], line[cut + 1 :]) for line in lines]))
 
 

@@ -96,6 +96,7 @@ _BY_KIND: Sequence[tuple[PreTokenizer, str]] = (
     (_DIGITS_THEN_GPT2, "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2"),
     (_LLAMA3, "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"),
     (_TIKTOKEN_3, "dbrx smaug-bpe glm4 chatglm-bpe"),
+    (PreTokenizer(_TIKTOKEN_3.patterns, whole_words=True), "glm5"),
     (_QWEN2, "qwen2 deepseek-r1-qwen stablelm2 megrez hunyuan solar-open kormo f2llmv2 grok-2"),
     (
         PreTokenizer(
@@ -120,9 +121,10 @@ _BY_KIND: Sequence[tuple[PreTokenizer, str]] = (
         "deepseek-llm",
     ),
     (PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_TO_HANGUL, r"\p{N}")), "deepseek-coder"),
-    (_DEEPSEEK3, "deepseek-v3 hunyuan-dense joyai-llm"),
+    (_DEEPSEEK3, "deepseek-v3 hunyuan-dense joyai-llm hy_v4"),
     (PreTokenizer((_cased(r"\p{N}", ""),), whole_words=True, add_bos=True), "tekken"),
-    (_GPT4O, "gpt-4o llama4 kanana2 minimax-m2"),
+    (_GPT4O, "gpt-4o llama4 kanana2 minimax-m2 talkie"),
+    (PreTokenizer(_GPT4O.patterns, whole_words=True), "granite-embed-multi-97m"),
     (_BLOOM, "bloom poro-chat gpt3-finnish"),
     (PreTokenizer((*_BLOOM.patterns, r"\p{N}")), "viking"),
     (_BAILING, "bailingmoe bailingmoe2 llada-moe"),
@@ -132,8 +134,21 @@ _BY_KIND: Sequence[tuple[PreTokenizer, str]] = (
         ),
         "seed-coder",
     ),
+    (PreTokenizer((r"\n+", *_QWEN2.patterns)), "laguna"),
+    (
+        PreTokenizer(
+            (
+                rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+                rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|{_SPACES}",
+            )
+        ),
+        "exaone-moe",
+    ),
     (PreTokenizer((r"\p{N}{1,3}", _tiktoken(r"\p{N}+")), whole_words=True), "minicpm5"),
 )
+
+# Names of vocabularies that are not byte-level although their files say `gpt2`: `sentencepiece.py` reads them.
+NOT_BYTE_LEVEL = frozenset(["gemma4", "granite-embed-multi-311m", "sarvam-moe"])
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {name: kind for kind, names in _BY_KIND for name in names.split()}
 

@@ -208,6 +208,8 @@ class Template:
             yield [user, probe]
             yield [user, calling, probe]
             yield [user, reply, probe]
+        if role == "assistant":  # some templates want to be given what it thought
+            yield [user, {**probe, "reasoning_content": "hm"}]
 
 
 def with_first_system_only(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

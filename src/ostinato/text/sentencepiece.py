@@ -1,8 +1,8 @@
-"""SentencePiece-style BPE (`tokenizer.ggml.model` is `llama`): scores decide what merges, bytes are the last resort.
+"""SentencePiece-style BPE (`tokenizer.ggml.model` is `llama` or `gemma4`): bytes are the last resort.
 
-Of all neighbours that join to a token, those whose token has the highest score join first. The `tokenizers` library
-merges by rank, so every way to cut a token into two becomes a merge, ranked by the token's score. Spaces are
-written as U+2581 and runs are not cut into words.
+For `llama`, scores decide what merges: of all neighbours that join to a token, those whose token has the highest score
+join first. The `tokenizers` library merges by rank, so every way to cut a token into two becomes a merge, ranked by
+the token's score. A file for `gemma4` lists its merges. Spaces are written as U+2581 and runs are not cut into words.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from ostinato.text.byte_level import listed_merges
 from ostinato.text.guard import bpe
 from ostinato.text.specials import Encode, with_specials
 from ostinato.text.vocabulary import Facts, TokenType, Vocabulary
@@ -40,9 +41,11 @@ def spelt_byte(text: str) -> bytes | None:
 
 def sentencepiece_encoder(vocabulary: Vocabulary, facts: Facts, *, space_first: bool) -> Encode:
     """The encoder; `space_first` puts a space before a text and before what follows a special token."""
-    scores = facts.numbers("scores", len(vocabulary.tokens), 0.0).tolist()
     ids = _mergeable(vocabulary, facts)
-    merges = _merges_by_score(ids, scores)
+    if vocabulary.model == "llama":
+        merges = _merges_by_score(ids, facts.numbers("scores", len(vocabulary.tokens), 0.0).tolist())
+    else:
+        merges = [pair for pair in listed_merges(facts) if "".join(pair) in ids]
     bytes_there = {text: id for id, text in enumerate(vocabulary.tokens) if vocabulary.types[id] == TokenType.BYTE}
     unknown = vocabulary.unknown
     known = ids | bytes_there | ({unknown[0]: unknown[1]} if unknown else {})

@@ -15,9 +15,10 @@ from typing import Any
 
 from ostinato.errors import BadInput, Unsupported, listing
 from ostinato.text.byte_level import ByteLevelPieces, byte_level_encoder
-from ostinato.text.pretokenizers import find_pre_tokenizer
+from ostinato.text.pretokenizers import NOT_BYTE_LEVEL, find_pre_tokenizer
 from ostinato.text.sentencepiece import sentencepiece_encoder, sentencepiece_pieces
 from ostinato.text.specials import Encode
+from ostinato.text.unigram import unigram_encoder
 from ostinato.text.vocabulary import Facts, Vocabulary, read_vocabulary
 from ostinato.text.wordpiece import wordpiece_encoder, wordpiece_pieces
 
@@ -110,7 +111,7 @@ class Tokenizer:
 def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     """The tokenizer that a GGUF file's metadata describes; `path` is named in errors."""
     vocabulary = read_vocabulary(metadata, path)
-    make = _KINDS.get(vocabulary.model)
+    make = _KINDS.get("gemma4" if vocabulary.pre in NOT_BYTE_LEVEL else vocabulary.model)
     if make is None:
         known = listing(vocabulary.model, _KINDS)
         raise Unsupported(f"{path}: tokenizers of the kind {vocabulary.model!r} are not supported; supported: {known}")
@@ -124,9 +125,16 @@ def _byte_level(vocabulary: Vocabulary, facts: Facts) -> Tokenizer:
 
 
 def _sentencepiece(vocabulary: Vocabulary, facts: Facts) -> Tokenizer:
-    space_first = facts.flag("add_space_prefix", True)
+    space_first = facts.flag("add_space_prefix", vocabulary.model == "llama")
     encoder = sentencepiece_encoder(vocabulary, facts, space_first=space_first)
     made = _assemble(vocabulary, facts, encoder, sentencepiece_pieces(vocabulary), add_bos=True)
+    return replace(made, drops_first_space=space_first)
+
+
+def _unigram(vocabulary: Vocabulary, facts: Facts) -> Tokenizer:
+    space_first = facts.flag("add_space_prefix", True)
+    encoder = unigram_encoder(vocabulary, facts, space_first=space_first)
+    made = _assemble(vocabulary, facts, encoder, sentencepiece_pieces(vocabulary), add_bos=False, add_eos=True)
     return replace(made, drops_first_space=space_first)
 
 
@@ -140,15 +148,23 @@ def _wordpiece(vocabulary: Vocabulary, facts: Facts) -> Tokenizer:
 _KINDS: Mapping[str, Callable[[Vocabulary, Facts], Tokenizer]] = {
     "gpt2": _byte_level,
     "llama": _sentencepiece,
+    "gemma4": _sentencepiece,
+    "t5": _unigram,
     "bert": _wordpiece,
 }
 
 
 def _assemble(
-    vocabulary: Vocabulary, facts: Facts, encoder: Encode, shown: Sequence[bytes], *, add_bos: bool
+    vocabulary: Vocabulary,
+    facts: Facts,
+    encoder: Encode,
+    shown: Sequence[bytes],
+    *,
+    add_bos: bool,
+    add_eos: bool = False,
 ) -> Tokenizer:
     bos = [id for id in [vocabulary.bos_id] if id is not None and facts.flag("add_bos_token", add_bos)]
-    eos = [id for id in [vocabulary.eos_id] if id is not None and facts.flag("add_eos_token", False)]
+    eos = [id for id in [vocabulary.eos_id] if id is not None and facts.flag("add_eos_token", add_eos)]
     return Tokenizer(
         vocab_size=len(vocabulary.tokens),
         bos_id=vocabulary.bos_id,

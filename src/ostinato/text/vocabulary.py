@@ -1,7 +1,8 @@
 """A vocabulary as a GGUF file states it: tokens with types, scores and merges, and the ids with a special meaning.
 
 The metadata is untrusted, so every list and number is checked here once; nothing below checks again.
-What the tokens mean as text depends on the kind, in `byte_level.py`, `sentencepiece.py` and `wordpiece.py`.
+What the tokens mean as text depends on the kind, in `byte_level.py`, `sentencepiece.py`, `unigram.py` and
+`wordpiece.py`.
 """
 
 from __future__ import annotations
@@ -84,6 +85,16 @@ class Facts:
             raise self.bad(key, "holds a string that is not valid UTF-8") from None
         return list(value)
 
+    def bytes(self, key: str) -> bytes:
+        """A list of bytes as one; empty where the file says nothing."""
+        value = self._metadata.get(KEY + key)
+        if value is None:
+            return b""
+        numbers = np.asarray(value)
+        if numbers.ndim != 1 or numbers.dtype not in (np.int8, np.uint8):
+            raise self.bad(key, "is not a list of bytes")
+        return numbers.tobytes()
+
     def numbers(self, key: str, n_tokens: int, default: float) -> np.ndarray[Any, Any]:
         """One finite number per token; `default` for each where the file says nothing."""
         value = self._metadata.get(KEY + key)
@@ -142,6 +153,7 @@ class Vocabulary:
 # What a kind of vocabulary means where its file says nothing.
 _DEFAULT_IDS: Mapping[str, Mapping[str, int]] = {
     "llama": {"bos": 1, "eos": 2, "unknown": 0},
+    "t5": {"eos": 1, "unknown": 2},
     "bert": {"bos": 101, "unknown": 100, "seperator": 102},  # the format's own spelling
 }
 
@@ -185,20 +197,25 @@ def _special_ids(facts: Facts, model: str, n_tokens: int) -> dict[str, int | Non
 
 def _mark_end_tokens(tokens: Sequence[str], types: list[int]) -> None:
     """Give tokens that end a generation the control type: converters sometimes leave them plain text."""
+    markers = _end_markers(tokens)
     for id, text in enumerate(tokens):
-        if text in END_MARKERS:
+        if text in markers:
             types[id] = TokenType.CONTROL
 
 
 def end_ids(tokens: Sequence[str], named: Sequence[int | None]) -> frozenset[int]:
     """The ids that end a generation: those the files name, and those whose text is a known end marker."""
-    markers = {text: id for id, text in enumerate(tokens) if text in END_MARKERS}
+    known = _end_markers(tokens)
+    markers = {text: id for id, text in enumerate(tokens) if text in known}
     if (
         "<|end|>" in markers
         and {"<|call|>", "<|calls|>"} & markers.keys()
         and {"<|return|>", "<|flush|>"} & markers.keys()
     ):
         del markers["<|end|>"]  # there it ends a message, and the same turn may go on with another
-    if "<|tool_response>" in markers:
-        markers.pop("</s>", None)  # an HTML tag in those vocabularies
     return frozenset([*markers.values(), *(id for id in named if id is not None)])
+
+
+def _end_markers(tokens: Sequence[str]) -> frozenset[str]:
+    """The end markers that count in a vocabulary with these tokens."""
+    return END_MARKERS - {"</s>"} if "<|tool_response>" in tokens else END_MARKERS  # there an HTML tag
