@@ -65,7 +65,7 @@ def inspect(
 def describe(checkpoint: Checkpoint, load: LoadOptions) -> dict[str, Any]:
     """Everything in the headers, and under `missing` why some of it could not be read."""
     from ostinato.backends.native.backend import why_not_blocks
-    from ostinato.models.registry import read_shape
+    from ostinato.models.registry import read_shape, why_left_out
     from ostinato.text.of_checkpoint import template_sources, tokenizer_of
 
     missing: list[str] = []
@@ -94,6 +94,7 @@ def describe(checkpoint: Checkpoint, load: LoadOptions) -> dict[str, Any]:
     else:
         missing.append("no tensors: the file holds only a vocabulary, so it can be tokenized with but not run")
     of_shape = {name: getattr(shape, field) for name, (field, *_) in _SIZES.items()} if shape else None
+    facts["left_out"] = why_left_out(checkpoint) if shape else None
     facts["sizes"] = of_shape or _stated_sizes(checkpoint)
     tokenizer = attempt(lambda: tokenizer_of(checkpoint))
     facts["tokenizer"] = _tokenizer_facts(checkpoint, tokenizer)
@@ -277,6 +278,8 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
         )
         for type, entry in facts["tensors"].items()
     ]
+    if facts["left_out"]:
+        rows.append(("left out", facts["left_out"].removeprefix(f"{facts['path']}: ")))
     rows += _tokenizer_rows(facts["tokenizer"])
     rows.append(("chat template", "yes" if facts["chat_template"] else "no"))
     memory = facts["memory"]

@@ -98,6 +98,12 @@ def text_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     return text
 
 
+def n_further_layers(f: Fields) -> int:
+    """How many layers a file has, beside the model's own, that predict tokens after the next one."""
+    key = "nextn_predict_layers" if f.prefix else "num_nextn_predict_layers"
+    return f.integer(key, 0, least=0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description(Fields):
     """All that a checkpoint says of its model, for the family that reads its shape."""

@@ -11,8 +11,8 @@ from ostinato.files.checkpoint import Checkpoint
 from ostinato.models.bert import BERT, NOMIC_BERT
 from ostinato.models.blocks import ModelBlocks, leaves_of
 from ostinato.models.falcon_h1 import FALCON_H1
-from ostinato.models.family import LEFT_OUT, Family
-from ostinato.models.fields import Description, text_config
+from ostinato.models.family import FURTHER_TOKENS, LEFT_OUT, Family
+from ostinato.models.fields import Description, n_further_layers, text_config
 from ostinato.models.gemma import GEMMA, GEMMA2, GEMMA3
 from ostinato.models.gpt2 import GPT2
 from ostinato.models.granite import GRANITE
@@ -83,9 +83,10 @@ def read_shape(checkpoint: Checkpoint) -> Shape:
 def table_of(checkpoint: Checkpoint) -> TensorTable:
     """Where each tensor of a checkpoint is, by our names; what its family passes over is left out."""
     family = family_of(checkpoint)
-    if checkpoint.format == "gguf":
-        return TensorTable(checkpoint, translate(checkpoint.tensors, family.gguf_names), family.gguf_transforms)
     aside = {name for names in _left_out(checkpoint).values() for name in names}
+    if checkpoint.format == "gguf":
+        kept = [name for name in checkpoint.tensors if name not in aside]
+        return TensorTable(checkpoint, translate(kept, family.gguf_names), family.gguf_transforms)
     alone = {_alone(name): name for name in checkpoint.tensors if name not in aside}
     names = {ours: alone[name] for ours, name in translate(alone, family.names, family.ignored).items()}
     return TensorTable(checkpoint, names, family.config_transforms, partial(spelled, family.names))
@@ -98,18 +99,33 @@ def why_left_out(checkpoint: Checkpoint) -> str | None:
         return None
     n_bytes = sum(checkpoint.tensors[name].n_bytes for names in parts.values() for name in names)
     n_tensors = sum(map(len, parts.values()))
+    what_runs = "only the text part runs; " if parts.keys() & LEFT_OUT.keys() else ""
     return (
-        f"{checkpoint.path}: only the text part runs; {n_tensors} tensors for {' and '.join(parts)} "
+        f"{checkpoint.path}: {what_runs}{n_tensors} tensors for {' and '.join(parts)} "
         f"({n_bytes / 1e9:.2f} GB) are not loaded"
     )
 
 
 def _left_out(checkpoint: Checkpoint) -> dict[str, list[str]]:
     """The tensors that no backend loads, by what they are for."""
-    if text_config(checkpoint) is None:
-        return {}
-    found = {what: [name for name in checkpoint.tensors if p.fullmatch(name)] for what, p in LEFT_OUT.items()}
+    patterns = {} if text_config(checkpoint) is None else LEFT_OUT
+    found = {what: [name for name in checkpoint.tensors if p.fullmatch(name)] for what, p in patterns.items()}
+    found["multi-token prediction"] = _of_further_tokens(checkpoint)
     return {what: names for what, names in found.items() if names}
+
+
+def _of_further_tokens(checkpoint: Checkpoint) -> list[str]:
+    """The tensors of layers that predict tokens after the next one: by their name, or by their layer's number."""
+    stated, in_gguf = Description.of(checkpoint, ""), checkpoint.format == "gguf"
+    key, layer = ("block_count", r"blk\.(\d+)\.") if in_gguf else ("num_hidden_layers", r"model\.layers\.(\d+)\.")
+    n_further, n_own = n_further_layers(stated), stated.integer(key, 0, least=0)
+    n_own -= n_further if in_gguf else 0  # it counts both kinds
+
+    def is_further(name: str) -> bool:
+        found = re.match(layer, _alone(name)) if n_further else None
+        return FURTHER_TOKENS.fullmatch(name) is not None or (found is not None and int(found[1]) >= n_own)
+
+    return [name for name in checkpoint.tensors if is_further(name)]
 
 
 def _alone(name: str) -> str:
