@@ -1,20 +1,22 @@
-"""A small random model of every family with attention only: odd widths, groups, windows, caps, experts."""
+"""A small random model of every family: odd widths, groups, windows, caps, experts; recurrent ones of their own."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from ostinato.backends.torch.model import Model
+from ostinato.models.falcon_h1 import FALCON_H1
 from ostinato.models.gemma import GEMMA2, GEMMA3, two_ropes
 from ostinato.models.gpt2 import GPT2
 from ostinato.models.granite import GRANITE, multiplied
 from ostinato.models.llama import LLAMA
+from ostinato.models.mamba import MAMBA, MAMBA2, without_attention
 from ostinato.models.mixtral import MIXTRAL
 from ostinato.models.phi3 import PHI3
 from ostinato.models.qwen2 import QWEN2
 from ostinato.models.qwen3 import QWEN3, QWEN3_MOE
 from ostinato.models.rope import Rope
-from ostinato.models.shape import ExpertShape, Shape, with_rope_where
+from ostinato.models.shape import ExpertShape, Mamba2Shape, MambaShape, Multipliers, Shape, with_rope_where
 from ostinato.models.smollm3 import SMOLLM3
 from tests.random_model import RandomWeights
 
@@ -22,6 +24,7 @@ FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen3moe", "mixtral", "gemma2", "gemma3", "phi3", "phi3-long", "gpt2", "smollm3",
     "granite",
 )  # fmt: skip
+RECURRENT = ("mamba", "falcon-mamba", "mamba2", "mamba2-limits", "falcon-h1", "falcon-h1-norm")
 HIDDEN, N_LAYERS, VOCAB, CONTEXT = 96, 2, 131, 256
 BORDER = 20  # positions of the longest sequence that the short factors of phi3-long rotate
 
@@ -57,6 +60,12 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
     part = replace(rope, width=24)
     long = tuple(1.0 + i / 2 for i in range(12))
     two_sets = replace(part, divisors=(1.0,) * 12, amplitude=1.1, long_divisors=long, original_context=BORDER)
+    recurrent = without_attention(name.removesuffix("-limits").removeprefix("falcon-"), HIDDEN, N_LAYERS, VOCAB, 1e-5)
+    mamba = MambaShape(inner=88, state=6, kernel=3, dt_rank=7, bias=True)
+    mamba2 = Mamba2Shape(inner=120, state=24, kernel=4, n_heads=6, n_groups=2)
+    limits = replace(mamba2, inner=128, n_heads=2, n_groups=1, in_bias=True, out_bias=True, dt_limit=(0.1, 0.5))
+    factors = Multipliers(0.9, 1.2, 1.3, 0.8, (0.7, 1.1, 0.9, 1.2, 0.8), 1.4, 0.6, 0.9)
+    hybrid = replace(plain, family="falcon-h1", recurrent=mamba2, multipliers=factors)
     family, own = {
         "llama": (LLAMA, plain),
         "qwen2": (QWEN2, replace(plain, attention_bias=True)),
@@ -70,5 +79,11 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
         "gpt2": (GPT2, gpt2),
         "smollm3": (SMOLLM3, with_rope_where(plain, (True, False))),
         "granite": (GRANITE, replace(multiplied(plain, 0.7, 3.0), embedding_scale=2.5)),
+        "mamba": (MAMBA, replace(recurrent, recurrent=mamba)),
+        "falcon-mamba": (MAMBA, replace(recurrent, recurrent=replace(mamba, norm_eps=1e-5, conv_bias=False))),
+        "mamba2": (MAMBA2, replace(recurrent, recurrent=mamba2)),
+        "mamba2-limits": (MAMBA2, replace(recurrent, recurrent=limits)),
+        "falcon-h1": (FALCON_H1, replace(hybrid, recurrent=replace(mamba2, gated_norm=False))),
+        "falcon-h1-norm": (FALCON_H1, replace(hybrid, recurrent=replace(mamba2, norm_first=True))),
     }[name]
     return FamilyWeights(seed).model(family, shape or own)

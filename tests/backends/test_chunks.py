@@ -88,7 +88,7 @@ def memory_arrays(driver: Driver) -> list[np.ndarray]:
     """What lies in pages and states, as arrays over the same memory."""
     memory = driver.runner.memory
     if isinstance(memory, NativePages):
-        return [getattr(layer, field.name) for layer in memory.layers for field in fields(layer)]
+        return [getattr(layer, field.name) for layer in memory.layers.values() for field in fields(layer)]
     return [tensor.view(torch.uint8).numpy() for _, tensor in memory_tensors(memory)]
 
 

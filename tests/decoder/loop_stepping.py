@@ -236,7 +236,7 @@ class LoopStepper:
 def native_cells(memory: NativePages) -> Cells:
     """Views of a native loop's pages, which order keys with cells side by side and values by heads."""
     cells: Cells = {}
-    for layer, pages in enumerate(memory.layers):
+    for layer, pages in memory.layers.items():
         cells[layer, "key"] = torch.as_tensor(pages.keys).permute(0, 3, 1, 2)
         cells[layer, "value"] = torch.as_tensor(pages.values).permute(0, 2, 1, 3)
     return cells

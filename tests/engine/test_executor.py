@@ -1038,7 +1038,7 @@ def test_an_answer_may_fill_the_context_and_touches_nothing_beyond_it() -> None:
     """E-41."""
     model = random_model("kv")
     driver = open_loop(model=model, context=48)
-    halves = [half for layer in driver.runner.memory.layers for half in (layer.keys, layer.values)]
+    halves = [half for layer in driver.runner.memory.layers.values() for half in (layer.keys, layer.values)]
     others = [page for page in range(64) if page not in (7, 2, 11)]
     for half in halves:
         half[others] = np.nan

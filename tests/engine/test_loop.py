@@ -204,7 +204,7 @@ def test_the_cells_of_other_sequences_are_neither_read_nor_written() -> None:
     model = random_model("kv")
     driver = open_loop(model=model)
     generation = driver.admit(0, [1, 2, 3], most=20, pages=[7, 2])
-    halves = [half for layer in driver.runner.memory.layers for half in (layer.keys, layer.values)]
+    halves = [half for layer in driver.runner.memory.layers.values() for half in (layer.keys, layer.values)]
     others = [page for page in range(len(halves[0])) if page not in (7, 2)]
     for half in halves:
         half[others] = np.nan

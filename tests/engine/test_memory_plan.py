@@ -69,7 +69,7 @@ def test_what_is_counted_is_what_a_loop_allocates(kind: MemoryKind) -> None:
 
 
 @pytest.mark.parametrize(("n_slots", "context", "threads"), [(1, 128, 1), (8, 1000, 2), (64, 64, 3)])
-@pytest.mark.parametrize("name", ["kv", "mixtral"])
+@pytest.mark.parametrize("name", ["kv", "mixtral", "mamba", "mamba2", "falcon-h1"])
 def test_the_native_loops_workspace_is_counted_within_a_fifth(
     name: str, n_slots: int, context: int, threads: int
 ) -> None:

@@ -36,7 +36,7 @@ from ostinato.errors import HardwareCannot, InternalError
 from ostinato.loop.layout import Finish, Word
 from ostinato.models.rope import Rope
 from ostinato.options import KVType, Sampling
-from tests.backends.families import FAMILIES, family_model
+from tests.backends.families import FAMILIES, RECURRENT, family_model
 from tests.backends.native.tiled import dense, packed_blocks, plain_tiles, tiled
 from tests.counts import soak
 from tests.engine.rig import DEADLINE_S, Driver, held, open_loop
@@ -97,7 +97,7 @@ def compare(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> No
 # The same logits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + RECURRENT)
 def test_every_family_has_the_logits_of_dense_weights_for_64_steps(family: str) -> None:
     model = family_model(family)
     with closing(opened(tiled(model))) as driver:
@@ -204,8 +204,11 @@ def bits_of(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2"])
-@pytest.mark.parametrize("kv_type", ["f32", "q8_0"])
+@pytest.mark.parametrize(
+    ("family", "kv_type"),
+    [(family, kv_type) for family in ("llama", "gemma2", "mixtral", "gpt2") for kv_type in ("f32", "q8_0")]
+    + [("mamba", "f32"), ("mamba2", "f32"), ("falcon-h1", "f32")],
+)
 def test_bits_do_not_depend_on_threads_neighbours_or_cuts(family: str, kv_type: KVType) -> None:
     model = tiled(family_model(family))
     tokens, expected = bits_of(model, threads=1, kv_type=kv_type)
@@ -220,7 +223,7 @@ def test_bits_do_not_depend_on_threads_neighbours_or_cuts(family: str, kv_type: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2", "mamba", "mamba2"])
 @pytest.mark.parametrize("level", [level.name for level in levels_of(architecture())[1:3]])
 def test_bits_do_not_depend_on_the_level_of_the_cpu(family: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiled(family_model(family))
@@ -298,18 +301,17 @@ def test_a_long_past_is_shared_out_by_blocks_with_the_same_bits() -> None:
 
 
 def test_what_it_cannot_run_is_told_and_auto_runs_eager() -> None:
-    hybrid = replace(random_model("hybrid"), embedding=tiled(random_model("kv")).embedding)  # it says: in tiles
-    settled = settle_model(hybrid, context=64)
+    narrow = replace(random_model("kv", hidden=32), embedding=tiled(random_model("kv")).embedding)  # it says: in tiles
+    settled = settle_model(narrow, context=64)
     assert settled.mode == "eager"
-    assert "loop: the native loop has no recurrent layers" in settled.why_not
-    with pytest.raises(HardwareCannot, match="mode 'loop' cannot run here: the native loop has no recurrent layers"):
-        settle_model(hybrid, "loop", context=64)
+    assert "loop: the native loop wants heads whose width is a multiple of 16" in settled.why_not[-1]
+    with pytest.raises(HardwareCannot, match="mode 'loop' cannot run here: the native loop wants heads"):
+        settle_model(narrow, "loop", context=64)
 
 
 def test_what_it_lacks_is_named() -> None:
-    shape = random_model("kv").shape
-    assert why_not_blocks(shape) is None
-    assert why_not_blocks(random_model("hybrid").shape) == "the native loop has no recurrent layers"
+    for kind in ("kv", "recurrent", "hybrid"):
+        assert why_not_blocks(random_model(kind).shape) is None
     assert "multiple of 16" in str(why_not_blocks(random_model("kv", hidden=32).shape))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,19 @@ from ostinato.backends.torch.weight import Weight, dense_of
 from ostinato.backends.weights import Stack
 from ostinato.files.quants import BLOCKS
 from ostinato.lab.random_weights import random_blocks
-from ostinato.models.blocks import MLP, AnyLayer, Attention, Experts, Layer, Linear, PlainMLP, PostNormLayer
+from ostinato.models.blocks import (
+    MLP,
+    AnyLayer,
+    Attention,
+    Experts,
+    HybridLayer,
+    Layer,
+    Linear,
+    Mixer,
+    PlainMLP,
+    PostNormLayer,
+    RecurrentLayer,
+)
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -88,8 +101,16 @@ def tiled(model: Model, pack: Pack | None = None) -> Model:
         assert isinstance(block.gate_up.weight, Tensor)
         return replace(block, gate_up=replace(block.gate_up, weight=halves(block.gate_up.weight)), down=one(block.down))
 
+    def mixer(block: Mixer) -> Mixer:
+        parts = {f.name: getattr(block, f.name) for f in fields(block)}
+        changed: dict[str, Any] = {name: one(part) for name, part in parts.items() if isinstance(part, Linear)}
+        return replace(block, **changed)
+
     def layer(block: AnyLayer) -> AnyLayer:
-        assert isinstance(block, Layer | PostNormLayer)
+        if isinstance(block, RecurrentLayer):
+            return replace(block, mixer=mixer(block.mixer))
+        if isinstance(block, HybridLayer):
+            block = replace(block, mixer=mixer(block.mixer))
         return replace(block, attention=attention(block.attention), mlp=mlp(block.mlp))
 
     embedding, head = pack(model.embedding), model.head

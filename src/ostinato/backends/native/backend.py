@@ -12,9 +12,11 @@ from ostinato.backends.memory_rows import FLOAT_BYTES, LIBRARIES, output_row, sh
 from ostinato.backends.native.library import cpu_library, why_no_native
 from ostinato.backends.native.pages import KV_TYPES, NativePages
 from ostinato.backends.runner import Runner
+from ostinato.errors import InternalError
 from ostinato.files.unpack import Floats
 from ostinato.loop.wake import FileWakeEvent
 from ostinato.models.header import HeaderTensors
+from ostinato.models.shape import Mamba2Shape, MambaShape, Shape
 from ostinato.options import Activations, LoadOptions
 
 if TYPE_CHECKING:
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from ostinato.loop.plan import Plan
     from ostinato.loop.start import Start
     from ostinato.models.blocks import LoadedModel, ModelBlocks
-    from ostinato.models.shape import Shape
     from ostinato.models.tensors import TensorTable
 
 HEAD_LANES: Final = 16  # of a head's width, that are multiplied at once
@@ -34,7 +35,7 @@ SAMPLER_BYTES: Final = 28
 
 
 class NativeBackend:
-    """Runs models of attention, decoders and encoders, of any weight type."""
+    """Runs decoders of attention and of recurrent layers, and encoders, of any weight type."""
 
     name = "native"
     device: DeviceKind = "cpu"
@@ -114,7 +115,7 @@ class NativeRunner(Runner):
         super().__init__(model, settled, outbox_entries=outbox_entries)
 
     def _memory(self) -> NativePages:
-        return NativePages.of(self.model.shape, self.groups, kv_type=self.settled.kv_type)
+        return NativePages.of(self.model.shape, self.groups, n_slots=self.settled.n_slots, kv_type=self.settled.kv_type)
 
     def sequence_copy(self) -> SequenceCopy:
         from ostinato.backends.native.sequence_copy import NativeSequenceCopy
@@ -155,11 +156,14 @@ class NativeRunner(Runner):
 def why_not_blocks(shape: Shape) -> str | None:
     """Why the native loop cannot express a model; None where it can."""
     checks = (
-        (shape.recurrent is not None or not shape.attention, "the native loop has no recurrent layers"),
         (
-            bool(shape.head_width % HEAD_LANES),
+            bool(shape.attention and shape.head_width % HEAD_LANES),
             f"the native loop wants heads whose width is a multiple of {HEAD_LANES}, and this model's is "
             f"{shape.head_width}",
+        ),
+        (
+            not isinstance(shape.recurrent, MambaShape | Mamba2Shape | None),
+            "of recurrent blocks the native loop has those of mamba and mamba2",
         ),
         (shape.attention_gate, "the native loop has no gates on the output of attention"),
     )
@@ -173,13 +177,29 @@ def _workspace_bytes(shape: Shape, settled: Settled, chunk_rows: int) -> int:
     qkv = heads + 2 * shape.n_kv_heads * shape.head_width
     experts = shape.experts
     n_used, ff = (1, shape.ff_width) if experts is None else (experts.n_used, max(shape.ff_width, experts.ff_width))
-    widest = max(shape.hidden, heads, ff)
-    row_bytes = FLOAT_BYTES * (2 * shape.hidden + max(shape.hidden, heads) + qkv + heads + 2 * n_used * ff)
+    inner, recurrent_bytes = _recurrent_row(shape)
+    widest = max(shape.hidden, heads, ff, inner)
+    row_bytes = FLOAT_BYTES * (2 * shape.hidden + max(shape.hidden, heads, inner) + qkv + heads + 2 * n_used * ff)
+    row_bytes += recurrent_bytes
     row_bytes += PREPARED_BYTES * widest
     if experts is not None:
         row_bytes += n_used * (FLOAT_BYTES * shape.hidden + PREPARED_BYTES * widest)
     sampled = shape.vocab if shape.causal else 0
     return rows * row_bytes + (SAMPLER_BYTES * (settled.threads or 1) + FLOAT_BYTES) * sampled
+
+
+def _recurrent_row(shape: Shape) -> tuple[int, int]:
+    """Of a row in a recurrent block: the channels that are scanned, and the bytes of what it keeps until its end."""
+    match shape.recurrent:
+        case None:
+            return 0, 0
+        case MambaShape() as mamba:
+            inner, own = mamba.inner, 4 * mamba.inner + mamba.dt_rank + 2 * mamba.state
+        case Mamba2Shape() as mamba2:
+            inner, own = mamba2.inner, mamba2.inner + 2 * mamba2.conv_width + 3 * mamba2.n_heads
+        case other:
+            raise InternalError(f"the workspace of {other} is not counted")
+    return inner, FLOAT_BYTES * (own + (shape.hidden if shape.attention else 0))
 
 
 NATIVE: Final = NativeBackend()

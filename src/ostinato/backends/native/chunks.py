@@ -63,6 +63,8 @@ class NativeChunks:
                 raise InternalError(f"{n} rows from {part.start} on do not fit into {n_pages} pages")
             if part.start + n > self._native.n_positions:
                 raise InternalError(f"{n} rows from {part.start} on; there are {self._native.n_positions} positions")
+            if self._native.recurs and part.slot is None:
+                raise InternalError("a model that recurs has no state for a sequence without a slot")
             if self._whole and part.start:
                 raise InternalError(f"a text of an encoder is cut at {part.start}, and its rows see each other")
         wrong = ids[(ids < 0) | (ids >= self._native.vocab)]

@@ -1,4 +1,5 @@
-"""Keys and values of the native loop: whole pages of each layer, ordered as `src/attention.h` reads them."""
+"""Memory of sequences in the native loop: keys and values in whole pages of each layer, ordered as `src/attention.h`
+reads them, and the states of recurrent layers, slot by slot, with their channels last (`src/mixer.h`)."""
 
 from __future__ import annotations
 
@@ -42,15 +43,18 @@ class LayerPages:
 
 @dataclass(frozen=True, slots=True)
 class NativePages:
-    """The pages of every layer; bfloat16 is kept as its bits."""
+    """The pages of every layer with attention, and the states of every recurrent one; bfloat16 is kept as its bits."""
 
     kv_type: KVType
-    layers: tuple[LayerPages, ...]
+    layers: Mapping[int, LayerPages]
     group_of: tuple[int, ...]  # for each layer, the number of its page table
+    # float32 [slots, ...] of each state of a layer, its last two sizes the other way round than `Shape` states them
+    states: Mapping[int, tuple[np.ndarray, ...]]
 
     @staticmethod
-    def of(shape: Shape, groups: Sequence[PageGroup], *, kv_type: KVType) -> NativePages:
-        check_kv_width(kv_type, shape.head_width)
+    def of(shape: Shape, groups: Sequence[PageGroup], *, n_slots: int, kv_type: KVType) -> NativePages:
+        if shape.attention:
+            check_kv_width(kv_type, shape.head_width)
         width, group_of = shape.head_width, group_of_layer(groups)
         blocks, kind = KV_FORMATS[kv_type].n_scales(width), KV_TYPES[kv_type]
 
@@ -63,4 +67,10 @@ class NativePages:
                 host_zeros((*heads, PAGE_TOKENS, blocks), np.float16),
             )
 
-        return NativePages(kv_type, tuple(layer(groups[group].n_pages) for group in group_of), group_of)
+        every = enumerate(group_of) if shape.attention else ()
+        layers = {number: layer(groups[group].n_pages) for number, group in every}
+        states = {}
+        if shape.recurrent is not None:
+            sizes = [(n_slots, *outer, last, channels) for *outer, channels, last in shape.recurrent.states]
+            states = {i: tuple(grown_zeros(size, np.float32) for size in sizes) for i in range(shape.n_layers)}
+        return NativePages(kv_type, layers, group_of, states)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import Array, Structure, addressof, byref, c_float, c_int, c_uint64, c_void_p, pointer, sizeof
+from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -28,12 +29,17 @@ from ostinato.models.blocks import (
     Attention,
     Experts,
     GatedMLP,
+    HybridLayer,
     Layer,
     Linear,
+    Mamba2Mixer,
+    MambaMixer,
+    Mixer,
     ModelBlocks,
     Norm,
     PlainMLP,
     PostNormLayer,
+    RecurrentLayer,
 )
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Shape
@@ -41,6 +47,7 @@ from ostinato.options import Activations
 
 LANES: Final = 16
 MOST_PARTS: Final = 3
+_MIXERS: Final = (MambaMixer, Mamba2Mixer)  # in the order of the enumeration in `src/loop.h`
 _ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 
 
@@ -68,14 +75,28 @@ class _Norm(Structure):
     _fields_ = (("weight", c_void_p), ("bias", c_void_p))
 
 
+class _Mixer(Structure):
+    _fields_ = (
+        *((name, _Product) for name in ("into", "select", "step", "out")),
+        *((name, c_void_p) for name in ("conv_weight", "conv_bias", "a", "d", "dt_bias", "norm")),
+        ("norms", _Norm * 3),
+        *((name, c_void_p) for name in ("inputs", "scanned")),
+        *((name, c_int) for name in ("kind", "inner", "state", "kernel", "n_heads", "n_groups", "dt_rank")),
+        ("norm_first", c_int),
+        *((name, c_float) for name in ("input_scale", "norm_eps", "least_step", "most_step")),
+    )
+
+
 class _Layer(Structure):
     _fields_ = (
         *((name, _Norm) for name in ("attention_norm", "after_attention", "attention_post_norm")),
         *((name, _Norm) for name in ("mlp_norm", "after_mlp", "mlp_post_norm", "q_norm", "k_norm")),
         *((name, _Product) for name in ("qkv", "out", "gate_up", "down", "router")),
         ("experts", c_void_p),
+        ("mixer", c_void_p),
         ("cache", _Cache),
-        *((name, c_int) for name in ("window", "rope", "ff_width", "group", "gated")),
+        *((name, c_int) for name in ("window", "rope", "ff_width", "group", "gated", "attends", "has_mlp")),
+        ("attention_scale", c_float),
     )
 
 
@@ -143,7 +164,7 @@ class NativeStep:
         self.chunk_rows = chunk_rows(model.shape, tables.layout.max_pages * PAGE_TOKENS)
         self.threads, self.vocab, self.hidden = threads, model.shape.vocab, model.shape.hidden
         self.n_segments = 1 if model.type_embedding is None else len(model.type_embedding)
-        self.causal = model.shape.causal
+        self.causal, self.recurs = model.shape.causal, model.shape.recurrent is not None
         self.n_groups = tables.layout.n_groups
         self.n_positions = tables.layout.max_pages * PAGE_TOKENS
         if model.position_embedding is not None:
@@ -157,6 +178,11 @@ class NativeStep:
         self._opened: int | None = self._library.ostinato_open(pointer(self._plan))
         if not self._opened:
             raise InternalError("the native loop could not be opened: no memory or no threads")
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """What it reads besides: copies of weights in another order, and arrays of the model itself."""
+        return [thing for thing in self._kept.things if isinstance(thing, np.ndarray)]
 
     # The jobs: each call returns when its job is done, and releases the interpreter's lock meanwhile
 
@@ -259,50 +285,96 @@ class NativeStep:
         return _Rope(self._kept.floats(frequencies), rope.width // 2, neighbours, rope.amplitude)
 
     def _layer(self, layer: AnyLayer, shape: Shape, memory: NativePages, ropes: list[Rope]) -> _Layer:
-        if not isinstance(layer, Layer | PostNormLayer):
-            raise InternalError(f"the native loop was given a layer of {shape.family} that it does not know")
-        out = self._attention(layer.attention, shape, memory, ropes)
-        if isinstance(layer, Layer):
-            out.attention_norm, out.after_attention = (
-                self._norm(layer.attention_norm),
-                self._norm(layer.after_attention),
-            )
-            out.mlp_norm, out.after_mlp = self._norm(layer.mlp_norm), self._norm(layer.after_mlp)
-        else:
-            out.attention_post_norm, out.mlp_post_norm = self._norm(layer.attention_norm), self._norm(layer.mlp_norm)
+        out = _Layer()
+        match layer:
+            case Layer():
+                out.attention_norm, out.after_attention = map(self._norm, (layer.attention_norm, layer.after_attention))
+                out.mlp_norm, out.after_mlp = self._norm(layer.mlp_norm), self._norm(layer.after_mlp)
+            case PostNormLayer():
+                out.attention_post_norm, out.mlp_post_norm = map(self._norm, (layer.attention_norm, layer.mlp_norm))
+            case RecurrentLayer():
+                out.attention_norm = self._norm(layer.norm)
+                self._set_mixer(out, layer.mixer, memory)
+                return out
+            case HybridLayer():
+                out.attention_norm, out.mlp_norm = self._norm(layer.norm), self._norm(layer.mlp_norm)
+                out.attention_scale = _factor(layer.attention_in)
+                self._set_mixer(out, layer.mixer, memory, layer.mixer_in)
+        self._set_attention(out, layer.attention, shape, memory, ropes)
         self._set_mlp(out, layer.mlp, shape)
         return out
 
-    def _attention(self, attention: Attention, shape: Shape, memory: NativePages, ropes: list[Rope]) -> _Layer:
+    def _set_attention(
+        self, out: _Layer, attention: Attention, shape: Shape, memory: NativePages, ropes: list[Rope]
+    ) -> None:
         number = attention.layer
         rope = shape.ropes[number]
-        return _Layer(
-            q_norm=self._norm(attention.q_norm),
-            k_norm=self._norm(attention.k_norm),
-            qkv=self._product(attention.qkv),
-            out=self._product(attention.out),
-            cache=_cache(memory.layers[number]),
-            window=shape.windows[number] or 0,
-            rope=-1 if rope is None else ropes.index(rope),
-            group=memory.group_of[number],
-        )
+        out.attends = True
+        out.q_norm, out.k_norm = self._norm(attention.q_norm), self._norm(attention.k_norm)
+        out.qkv, out.out = self._product(attention.qkv), self._product(attention.out)
+        out.cache, out.group = _cache(memory.layers[number]), memory.group_of[number]
+        out.window = shape.windows[number] or 0
+        out.rope = -1 if rope is None else ropes.index(rope)
+
+    def _set_mixer(self, out: _Layer, mixer: Mixer, memory: NativePages, input_scale: float = 1.0) -> None:
+        if not isinstance(mixer, _MIXERS):
+            raise InternalError(f"the native loop was given a {type(mixer).__name__} and does not know it")
+        inputs, scanned = memory.states[mixer.layer]
+        common: dict[str, Any] = {
+            "into": self._product(mixer.into),
+            "out": self._product(mixer.out),
+            "conv_weight": self._kept.floats(mixer.conv.weight.T),
+            "conv_bias": self._table(mixer.conv.bias),
+            "d": self._kept.floats(mixer.decay.d),
+            "dt_bias": self._kept.floats(mixer.decay.dt_bias),
+            "inputs": address_of(inputs),
+            "scanned": address_of(scanned),
+            "kind": list(_MIXERS).index(type(mixer)),
+            "input_scale": _factor(input_scale),
+            **{name: getattr(mixer.shape, name) for name in ("inner", "state", "kernel")},
+        }
+        match mixer:
+            case MambaMixer():
+                made = _Mixer(
+                    **common,
+                    select=self._product(mixer.select),
+                    step=self._product(mixer.step),
+                    a=self._kept.floats(mixer.decay.a.T),
+                    norms=(_Norm * 3)(*map(self._norm, mixer.norms or ())),
+                    n_groups=1,
+                    dt_rank=mixer.shape.dt_rank,
+                    norm_eps=mixer.shape.norm_eps or 0.0,
+                    most_step=inf,
+                )
+            case Mamba2Mixer():
+                made = _Mixer(
+                    **common,
+                    a=self._kept.floats(mixer.decay.a),
+                    norm=self._table(mixer.norm),
+                    n_heads=mixer.shape.n_heads,
+                    n_groups=mixer.shape.n_groups,
+                    norm_first=mixer.shape.norm_first,
+                    norm_eps=mixer.norm_eps,
+                    least_step=mixer.shape.dt_limit[0],
+                    most_step=mixer.shape.dt_limit[1],
+                )
+        out.mixer = self._kept.structs(_Mixer, [made])
 
     def _set_mlp(self, out: _Layer, mlp: MLP, shape: Shape) -> None:
-        out.gated = not isinstance(mlp, PlainMLP)
+        out.has_mlp, out.gated = True, not isinstance(mlp, PlainMLP)
         if isinstance(mlp, PlainMLP):
             out.ff_width = shape.ff_width
             out.gate_up, out.down = self._product(mlp.up), self._product(mlp.down)
         elif isinstance(mlp, GatedMLP):
             out.ff_width = shape.ff_width
-            out.gate_up, out.down = (
-                self._inner(mlp.gate_up.weight, mlp.gate_up.bias, mlp.gate_up.scale),
-                self._product(mlp.down),
-            )
+            out.gate_up, out.down = self._inner(mlp.gate_up), self._product(mlp.down)
         elif isinstance(mlp, Experts) and isinstance(mlp.gate_up, tuple) and isinstance(mlp.down, tuple):
             out.ff_width = mlp.experts.ff_width
             out.router = self._product(mlp.router)
             both = zip(mlp.gate_up, mlp.down, strict=True)
-            parts = [product for gate_up, down in both for product in (self._inner(gate_up), self._of(down))]
+            parts = [
+                product for gate_up, down in both for product in (self._inner(Linear(gate_up, None)), self._of(down))
+            ]
             out.experts = self._kept.structs(_Product, parts)
         else:
             raise InternalError(
@@ -320,12 +392,12 @@ class NativeStep:
     def _product(self, linear: Linear) -> _Product:
         return self._of(linear.weight, linear.bias, linear.scale)
 
-    def _inner(self, weight: Any, bias: Any = None, scale: Any = None) -> _Product:
+    def _inner(self, linear: Linear) -> _Product:
         """Gate and up: their columns must begin at a tile each."""
-        parts = _parts(weight)
+        parts = _parts(linear.weight)
         if len(parts) == 1 and parts[0].rows // 2 % LANES:
             raise InternalError(f"gate and up in one matrix of {parts[0].rows} rows: up begins inside a tile")
-        return self._of(weight, bias, scale)
+        return self._product(linear)
 
     def _of(self, weight: Any, bias: Any = None, scale: Any = None) -> _Product:
         parts = _parts(weight)
@@ -346,7 +418,7 @@ def chunk_rows(shape: Shape, context: int) -> int:
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     """The library with its return types declared, checked to have the same struct sizes as these classes."""
     library.ostinato_scratch_bytes.restype, library.ostinato_open.restype = c_uint64, c_void_p
-    ours = [sizeof(kind) for kind in (_Plan, _Layer, _Product, _Rope, PartStruct, OutputsStruct)]
+    ours = [sizeof(kind) for kind in (_Plan, _Layer, _Product, _Mixer, _Rope, PartStruct, OutputsStruct)]
     if [library.ostinato_plan_bytes(which) for which in range(len(ours))] != ours:
         raise InternalError("the native library has another idea of a plan than backends/native/plan.py")
     return library
@@ -356,20 +428,20 @@ class _Kept:
     """Owns the memory that C points at and that has no other owner."""
 
     def __init__(self) -> None:
-        self._things: list[Any] = []
+        self.things: list[Any] = []
 
     def floats(self, values: Any) -> int:
         """The address of an array, or of a tensor of the host, as float32 in one piece; it stays there."""
         return self.array(np.ascontiguousarray(values, np.float32))
 
     def array(self, array: np.ndarray) -> int:
-        self._things.append(array)
+        self.things.append(array)
         return address_of(array)
 
     def structs(self, kind: type[Any], structs: Sequence[Any]) -> int:
         """The address of structs one after the other."""
         array = (kind * len(structs))(*structs)
-        self._things.append(array)
+        self.things.append(array)
         return addressof(array)
 
 
@@ -381,6 +453,11 @@ def _parts(weight: Any) -> tuple[TileMatrix, ...]:
     return parts
 
 
+def _factor(scale: float) -> float:
+    """A factor as C has it: 0 for none."""
+    return 0.0 if scale == 1 else scale
+
+
 def _cache(layer: LayerPages) -> _Cache:
     arrays = (layer.keys, layer.values, layer.key_scales, layer.value_scales)
     return _Cache(*(address_of(array) if array.nbytes else None for array in arrays))
@@ -389,8 +466,10 @@ def _cache(layer: LayerPages) -> _Cache:
 def native_plan(model: ModelBlocks, memory: NativePages, tables: Tables, step: NativeStep, constants: str) -> Plan:
     """Everything that a step reads and writes, as one node: C runs the whole step."""
     # Not every type of tiles has all its planes, nor every kv_type scales.
-    weights = without_repeats([Buffer.of(name, array) for name, array in memory_in(model, "model") if array.nbytes])
+    named = [*memory_in(model, "model"), *memory_in(step.arrays, "step.array")]
+    weights = without_repeats([Buffer.of(name, array) for name, array in named if array.nbytes])
     kept = [Buffer.of(name, array) for name, array in memory_in(memory.layers, "memory") if array.nbytes]
+    kept += [Buffer.of(name, array) for name, array in memory_in(memory.states, "states")]
     own = [
         Buffer.of("table", tables.table.memory),
         Buffer.of("admissions", tables.admissions.memory),

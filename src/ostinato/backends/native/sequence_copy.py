@@ -1,7 +1,8 @@
 """Copies a sequence's keys and values between the native loop's pages and a saved state, in position order.
 
 Within a page the native loop keeps keys by number and values by position (`src/attention.h`); a saved state has both
-position by position, as every other backend does.
+position by position, as every other backend does. A saved state of a recurrent layer likewise has the sizes that the
+shape states.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _NAMES: Final = {np.dtype(np.uint16): "bfloat16"}  # which is kept as its bits
 
 
 class NativeSequenceCopy:
-    """`SequenceCopy` over native pages, which are the host's own memory; recurrent families run elsewhere."""
+    """`SequenceCopy` over native memory, which is the host's own."""
 
     def __init__(self, pages: NativePages) -> None:
         self._pages = pages
@@ -30,7 +31,7 @@ class NativeSequenceCopy:
         return tuple(CellForm(_NAMES.get(cell.dtype, str(cell.dtype)), cell.shape) for cell in examples)
 
     def state_cells(self) -> tuple[CellForm, ...]:
-        return ()
+        return tuple(CellForm(str(state.dtype), state.shape[1:]) for state in self._states())
 
     def read_kv(self, layers: Sequence[int], pages: PageTables, positions: range) -> list[Bytes]:
         n = len(positions)
@@ -42,13 +43,18 @@ class NativeSequenceCopy:
             view[index] = some.view(view.dtype).reshape(view[index].shape)
 
     def read_states(self, slot: int) -> list[Bytes]:
-        return []
+        return [np.ascontiguousarray(state[slot]).view(np.uint8).reshape(1, -1) for state in self._states()]
 
     def write_states(self, slot: int, rows: Sequence[Bytes]) -> None:
-        """Nothing to write, since `read_states` returns nothing."""
+        for state, some in zip(self._states(), rows, strict=True):
+            state[slot] = some.view(state.dtype).reshape(state.shape[1:])
 
     def staged(self, rows: Bytes) -> Bytes:
         return rows
+
+    def _states(self) -> list[np.ndarray]:
+        """Views of all states, [slots, ...], with the sizes that the shape states."""
+        return [state.swapaxes(-1, -2) for of_layer in self._pages.states.values() for state in of_layer]
 
     def _views(self, layers: Sequence[int]) -> Iterator[tuple[int, np.ndarray, bool]]:
         """Each layer with its keys, then each with its values, with the scales behind them; whether it is keys."""

@@ -30,7 +30,16 @@ TILE_ROWS: Final = 16
 # Of the file, packed by one call: enough that the call is nothing beside it, little enough to be shared out.
 PIECE_BYTES: Final = 1 << 20
 _FLOAT32: Final = np.dtype(np.float32)
-EMBEDDINGS: Final = ("position_embd.weight", "token_types.weight")  # added to rows; the tokens' may be a head too
+# Of two dimensions, and no product is made with them: they are added to rows (the tokens' may be a head too), or are
+# what recurrent blocks convolve and scan with.
+NO_MATRICES: Final = (
+    "position_embd.weight",
+    "token_types.weight",
+    "ssm_conv1d.weight",
+    "ssm_a",
+    "ssm_d",
+    "ssm_norm.weight",
+)
 
 
 def load_tiles(
@@ -146,7 +155,7 @@ def is_matrix(tensor: TensorInfo) -> bool:
 def tiled_bytes(name: str, tensor: TensorInfo) -> int:
     """What a tensor of this name of ours takes in memory beside the native loop: tiles, or float32 where nothing is
     multiplied with it."""
-    if not is_matrix(tensor) or name in EMBEDDINGS:
+    if not is_matrix(tensor) or name.endswith(NO_MATRICES):
         return tensor.n_elements * _FLOAT32.itemsize
     *outer, rows, cols = tensor.shape
     return int(np.prod(outer, dtype=np.int64)) * tile_bytes(nearest_type(tensor.type), rows, cols)

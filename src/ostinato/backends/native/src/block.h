@@ -136,6 +136,13 @@ static inline void gated(float* gate, const float* up, int n, int activation) {
     store_some(gate + i, mul(activated(load_some(gate + i, n - i), activation), load_some(up + i, n - i)), n - i);
 }
 
+// x = act(gate) * x.
+static inline void gate_by(float* x, const float* gate, int n, int activation) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store(x + i, mul(activated(load(gate + i), activation), load(x + i)));
+    if (i < n) store_some(x + i, mul(activated(load_some(gate + i, n - i), activation), load_some(x + i, n - i)), n - i);
+}
+
 static inline void soft_cap(float* x, float cap, int n) {
     int i = 0;
     for (; i + LANES <= n; i += LANES) store(x + i, mul(tanh(div(load(x + i), lanes(cap))), lanes(cap)));

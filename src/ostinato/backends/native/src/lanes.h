@@ -435,6 +435,13 @@ static inline Lanes exp(Lanes x) {
     return where_less(x, low, lanes(0.0f), mul(p, power));
 }
 
+// log(1 + e^x), without loss where it is near 0: log(1 + z) = 2 (t + t^3 / 3 + t^5 / 5 + ...) of t = z / (2 + z).
+static inline Lanes softplus(Lanes x) {
+    const Lanes z = exp(sub(lanes(0.0f), abs(x))), t = div(z, add(z, lanes(2.0f))), s = mul(t, t);
+    const Lanes p = polynomial(s, 2.0f / 17, 2.0f / 15, 2.0f / 13, 2.0f / 11, 2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3);
+    return add(max(x, lanes(0.0f)), fma(mul(p, s), t, add(t, t)));
+}
+
 static inline Lanes silu(Lanes x) { return div(x, add(lanes(1.0f), exp(sub(lanes(0.0f), x)))); }
 
 static inline Lanes tanh(Lanes x) {

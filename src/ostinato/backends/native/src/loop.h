@@ -16,6 +16,7 @@
 #include "block.h"
 #include "step_boundary.h"
 #include "lanes.h"
+#include "mixer.h"
 #include "sampler.h"
 #include "team.h"
 #include "tiles.h"
@@ -27,6 +28,7 @@ constexpr int MOST_PARTS = 3;        // matrices above one another that are one 
 // At most this long between two wakes of the host while only tokens were produced.
 constexpr long long WAKE_INTERVAL_NS = 16'000'000;
 constexpr int ROWS_TOGETHER = 16;    // of a chunk, whose heads a member takes at once
+constexpr int CHANNELS_TOGETHER = 256;  // of a recurrent block, that a member takes at once
 
 // --- the plan: the same structs in backends/native/plan.py ---
 
@@ -36,6 +38,23 @@ struct Product {
     const float *bias, *scale;  // [rows], or null; the scale is of what comes out, its bias too
 };
 
+// A recurrent block. Its states lie one slot after the other, channels last (mixer.h).
+struct Mixer {
+    Product into;  // mamba2: gate, what is scanned, b and c, the steps; mamba: what is scanned, and its gate
+    Product select, step;  // mamba's steps, b and c of the convolved input
+    Product out;
+    const float *conv_weight, *conv_bias;  // [kernel][channels]; [channels], or null
+    const float *a, *d, *dt_bias;          // a: [heads], or mamba's [state][inner]
+    const float* norm;                     // of the gated output, [inner], or null
+    block::Norm norms[3];                  // of mamba's step, b and c
+    float *inputs, *scanned;               // states: the last inputs of the convolution, and of the scan
+    int kind, inner, state, kernel, n_heads, n_groups, dt_rank, norm_first;
+    float input_scale;  // of what goes in; 0: none
+    float norm_eps, least_step, most_step;
+};
+
+enum MixerKind { MAMBA, MAMBA2 };
+
 // A block normalises the residual for its input, normalises its output by `after` and adds it to the residual;
 // post-norm layers (encoders) normalise the residual after the addition.
 struct Layer {
@@ -43,12 +62,15 @@ struct Layer {
     block::Norm mlp_norm, after_mlp, mlp_post_norm, q_norm, k_norm;
     Product qkv, out, gate_up, down, router;  // gate_up: up alone where there is no gate
     const Product* experts;  // gate_up and down of each in turn, or null
+    const Mixer* mixer;      // alone, or beside attention on the same input; or null
     attention::Cache cache;
     int window;  // positions that it sees; 0: all
     int rope;    // which of the plan's; -1: none
     int ff_width;
     int group;   // which of a sequence's page tables
     int gated;
+    int attends, has_mlp;
+    float attention_scale;  // of what goes into attention; 0: none
 };
 
 struct Rope {
@@ -129,10 +151,12 @@ struct ForwardPass {
     const int *tokens = nullptr, *segments = nullptr;  // which of two texts a token is of; null: the first
     const Part* parts = nullptr;
     const Outputs* outputs = nullptr;
-    int n_runs = 0, first_slot = 0;
+    int n_runs = 0, n_parts = 0, first_slot = 0;
 
     // Memory that members share.
-    int hidden_stride, attended_stride, qkv_stride, inside_stride, n_blocks, most_units;
+    int hidden_stride, attended_stride, qkv_stride, inside_stride, n_blocks, most_units, widest;
+    int into_stride, convolved_stride, selected_stride, steps_stride;  // of recurrent blocks
+    float *into, *convolved, *selected, *steps, *mixed;
     float *x, *normed, *qkv, *attended, *out, *inside, *cos_sin, *block_partials, *block_mixed, *scores, *shares, *expert_out;
     float* first_logits;
     // Of experts: the expert of each (row, choice); the (row, choice) of each routed row; the inverse; the first routed
@@ -156,7 +180,8 @@ struct ForwardPass {
 
     size_t lay_out(unsigned char* memory) {
         const Plan& p = plan;
-        const int rows = p.most_rows > p.n_slots ? p.most_rows : p.n_slots, group = p.n_heads / p.n_kv_heads;
+        const int rows = p.most_rows > p.n_slots ? p.most_rows : p.n_slots;
+        const int group = p.n_kv_heads ? p.n_heads / p.n_kv_heads : 0;
         const int experts_rows = p.n_experts ? rows * p.n_used : 0;
         hidden_stride = padded(p.hidden);
         attended_stride = p.n_heads * p.head_width;
@@ -164,7 +189,18 @@ struct ForwardPass {
         inside_stride = 2 * padded(p.widest_ff);
         n_blocks = (p.max_pages * attention::PAGE + attention::BLOCK - 1) / attention::BLOCK;
         most_units = 2 * p.n_threads;
-        const int widest = hidden_stride > attended_stride ? hidden_stride : attended_stride;
+        widest = hidden_stride > attended_stride ? hidden_stride : attended_stride;
+        bool beside = false;  // whether a layer has both attention and a recurrent block
+        into_stride = convolved_stride = selected_stride = steps_stride = 0;
+        for (int i = 0; i < p.n_layers; i++)
+            if (const Mixer* mixer = p.layers[i].mixer) {
+                beside = beside || p.layers[i].attends;
+                widest = at_least(widest, mixer->inner);
+                into_stride = at_least(into_stride, mixer->into.rows);
+                convolved_stride = at_least(convolved_stride, channels_of(*mixer));
+                selected_stride = at_least(selected_stride, mixer->select.rows);
+                steps_stride = at_least(steps_stride, mixer->kind == MAMBA ? mixer->inner : 2 * mixer->n_heads);
+            }
         const int most_cols = widest > inside_stride / 2 ? widest : inside_stride / 2;
         const int queries = group > ROWS_TOGETHER ? group : ROWS_TOGETHER;
 
@@ -187,6 +223,11 @@ struct ForwardPass {
         first_of = pieces.take<int>(p.n_experts + 1);
         expert_out = pieces.take<float>(size_t(experts_rows) * hidden_stride);
         expert_inputs = pieces.take<unsigned char>(experts_rows * expert_row_bytes());
+        into = pieces.take<float>(size_t(rows) * into_stride);
+        convolved = pieces.take<float>(size_t(rows) * convolved_stride);
+        selected = pieces.take<float>(size_t(rows) * selected_stride);
+        steps = pieces.take<float>(size_t(rows) * steps_stride);
+        mixed = pieces.take<float>(beside ? size_t(rows) * hidden_stride : 0);
         first_logits = pieces.take<float>(p.head.rows);
         part_of = pieces.take<int>(rows);
         chunk_position = pieces.take<int>(rows);
@@ -204,6 +245,11 @@ struct ForwardPass {
         }
         return pieces.used;
     }
+
+    static int at_least(int n, int wanted) { return padded(wanted) > n ? padded(wanted) : n; }
+
+    // Channels of a recurrent block's convolution: in mamba2 b and c go through it too.
+    static int channels_of(const Mixer& w) { return w.inner + (w.kind == MAMBA2 ? 2 * w.n_groups * w.state : 0); }
 
     size_t expert_row_bytes() const {
         const int cols = plan.hidden > plan.widest_ff ? plan.hidden : plan.widest_ff;
@@ -251,28 +297,36 @@ struct ForwardPass {
     }
 
     float* normed_row(const team::Member& m, int row) {
-        const int widest = hidden_stride > attended_stride ? hidden_stride : attended_stride;
         return (few() ? own[m.me].row : normed) + size_t(row) * widest;
     }
 
-    // What a block has made of rows, and the norms on its way into the residual.
+    // What a block has made of rows, and the norms on its way into the residual; `beside`: what another has made of the
+    // same input, or null.
     struct Gain {
         const float* rows;
         const block::Norm *after, *sum;
+        const float* beside;
     };
 
     // The residual gains what the last block made of it, and is normed for the next one.
-    Inputs next_block(team::Member& m, const Gain* gained, const block::Norm& norm) {
+    Inputs next_block(team::Member& m, const Gain& gained, const block::Norm& norm, float scale = 0) {
         return prepared(m, plan.hidden, [&](int row) {
             float *at = residual(m, row), *to = normed_row(m, row);
-            if (gained) gain(at, *gained, row, to);
+            gain(at, gained, row, to);
             block::normed(norm, at, plan.hidden, plan.eps, to);
+            if (scale != 0) block::scale_by(to, scale, plan.hidden);
             return to;
         });
     }
 
     void gain(float* at, const Gain& gained, int row, float* room) const {
+        if (!gained.rows) return;
         const float* more = gained.rows + size_t(row) * hidden_stride;
+        if (gained.beside) {
+            memcpy(room, more, plan.hidden * sizeof(float));
+            block::add_to(room, gained.beside + size_t(row) * hidden_stride, plan.hidden);
+            more = room;
+        }
         if (gained.after->weight) {
             block::normed(*gained.after, more, plan.hidden, plan.eps, room);
             more = room;
@@ -367,25 +421,41 @@ struct ForwardPass {
 
     void through(team::Member& m) {
         embed(m);
-        Gain by_mlp{};
+        Gain gained{};
         for (int i = 0; i < plan.n_layers; i++) {
             const Layer& layer = plan.layers[i];
-            Inputs in = next_block(m, i ? &by_mlp : nullptr, layer.attention_norm);
-            product(m, layer.qkv, in, qkv, qkv_stride);
-            m.barrier();
-            if (is_chunk) attend_chunk(m, layer);
-            else attend_rows(m, layer);
-            m.barrier();
-            in = prepared(m, attended_stride, [&](int row) { return attended_row(m, layer, row); });
-            product(m, layer.out, in, out, hidden_stride);
-            m.barrier();
-            const Gain by_attention{out, &layer.after_attention, &layer.attention_post_norm};
-            in = next_block(m, &by_attention, layer.mlp_norm);
-            if (layer.experts) mlp_experts(m, layer, in);
-            else mlp(m, layer, in);
-            by_mlp = {out, &layer.after_mlp, &layer.mlp_post_norm};
+            if (layer.attends || layer.mixer) gained = mix_rows(m, layer, gained);
+            if (layer.has_mlp) {
+                const Inputs in = next_block(m, gained, layer.mlp_norm);
+                if (layer.experts) mlp_experts(m, layer, in);
+                else mlp(m, layer, in);
+                gained = {out, &layer.after_mlp, &layer.mlp_post_norm, nullptr};
+            }
         }
-        finish_rows(m, by_mlp);
+        finish_rows(m, gained);
+    }
+
+    // Attention, a recurrent block, or both on the same normed rows.
+    Gain mix_rows(team::Member& m, const Layer& layer, const Gain& gained) {
+        const Mixer* mixer = layer.mixer;
+        const float scale = layer.attends ? layer.attention_scale : mixer->input_scale;
+        const Inputs in = next_block(m, gained, layer.attention_norm, scale);
+        const float* beside = layer.attends && mixer ? mixed : nullptr;
+        const Gain made{out, &layer.after_attention, &layer.attention_post_norm, beside};
+        if (!layer.attends) {
+            recur(m, *mixer, in, out);
+            return made;
+        }
+        product(m, layer.qkv, in, qkv, qkv_stride);
+        m.barrier();
+        if (mixer) recur(m, *mixer, next_block(m, {}, layer.attention_norm, mixer->input_scale), mixed);
+        if (is_chunk) attend_chunk(m, layer);
+        else attend_rows(m, layer);
+        m.barrier();
+        const Inputs seen = prepared(m, attended_stride, [&](int row) { return attended_row(m, layer, row); });
+        product(m, layer.out, seen, out, hidden_stride);
+        m.barrier();
+        return made;
     }
 
     void mlp(team::Member& m, const Layer& layer, const Inputs& in) {
@@ -412,7 +482,7 @@ struct ForwardPass {
     }
 
     void head(team::Member& m, float* logits) {
-        head_product(m, next_block(m, nullptr, plan.norm), n_rows, logits);
+        head_product(m, next_block(m, {}, plan.norm), n_rows, logits);
     }
 
     void head_product(team::Member& m, const Inputs& in, int n, float* logits) {
@@ -605,7 +675,7 @@ struct ForwardPass {
     }
 
     // Where the rows of a chunk are, and which of them attention takes together: up to so many of one part.
-    void place_rows(int n_parts) {
+    void place_rows() {
         n_rows = n_runs = 0;
         for (int part = 0; part < n_parts; part++)
             for (int i = 0; i < parts[part].n_rows; i++, n_rows++) {
@@ -650,6 +720,143 @@ struct ForwardPass {
             }
             attention::attend(past, queries, n, to, mine.partial, next);
         }
+    }
+
+    // --- recurrent blocks ---
+
+    // Rows of one sequence that a recurrent block takes one after the other: a row of a step, or a part of a chunk.
+    struct Run {
+        int first_row, n_rows, slot;
+        bool fresh;  // it begins the sequence: there is no state before it
+    };
+
+    int n_sequences() const { return is_chunk ? n_parts : n_rows; }
+
+    Run run_of(int sequence) const {
+        if (!is_chunk) return {sequence, 1, slot_of(sequence), position_of(sequence) == 0};
+        int first = 0;
+        for (int part = 0; part < sequence; part++) first += parts[part].n_rows;
+        return {first, parts[sequence].n_rows, parts[sequence].slot, parts[sequence].start == 0};
+    }
+
+    // The sequence of a row, and the first row of it.
+    Run run_at(int row) const { return run_of(is_chunk ? part_of[row] : row); }
+
+    static mixer::Rows rows_of(float* buffer, long stride, const Run& run, int column) {
+        return {buffer + run.first_row * stride + column, stride, run.n_rows};
+    }
+
+    // A recurrent block over its inputs, [rows][hidden]; the states of the sequences advance by their rows.
+    void recur(team::Member& m, const Mixer& w, const Inputs& in, float* to) {
+        product(m, w.into, in, into, into_stride);
+        m.barrier();
+        convolve(m, w);
+        m.barrier();
+        if (w.kind == MAMBA) select(m, w);
+        scan(m, w);
+        m.barrier();
+        const Inputs gated = prepared(m, w.inner, [&](int row) { return gated_row(m, w, row); });
+        product(m, w.out, gated, to, hidden_stride);
+        m.barrier();
+    }
+
+    static int first_convolved(const Mixer& w) { return w.kind == MAMBA2 ? w.inner : 0; }  // column of `into`
+    static int n_pieces(int channels) { return (channels + CHANNELS_TOGETHER - 1) / CHANNELS_TOGETHER; }
+    float* inputs_of(const Mixer& w, const Run& run) const {
+        return w.inputs + size_t(run.slot) * (w.kernel - 1) * channels_of(w);
+    }
+
+    void convolve(team::Member& m, const Mixer& w) {
+        const int channels = channels_of(w), pieces = n_pieces(channels);
+        m.each(n_rows * pieces, [&](int unit) {
+            const int row = unit / pieces, from = unit % pieces * CHANNELS_TOGETHER;
+            const int end = from + CHANNELS_TOGETHER < channels ? from + CHANNELS_TOGETHER : channels;
+            const Run run = run_at(row);
+            const float* state = run.fresh ? nullptr : inputs_of(w, run);
+            mixer::convolve(rows_of(into, into_stride, run, first_convolved(w)), row - run.first_row, state, w.conv_weight,
+                            w.conv_bias, w.kernel, channels, from, end, convolved + size_t(row) * convolved_stride);
+        });
+        if (w.kind != MAMBA2) return;
+        m.each(n_rows, [&](int row) {
+            const float* given = into + size_t(row) * into_stride + w.inner + channels;
+            float* step = steps + size_t(row) * steps_stride;
+            memcpy(step, given, w.n_heads * sizeof(float));
+            mixer::steps_of(step, w.dt_bias, w.a, w.n_heads, w.least_step, w.most_step, step + w.n_heads);
+        });
+    }
+
+    // mamba's steps, b and c: products of the convolved rows.
+    void select(team::Member& m, const Mixer& w) {
+        const Inputs of_rows =
+            prepared(m, w.inner, [&](int row) { return convolved + size_t(row) * convolved_stride; });
+        product(m, w.select, of_rows, selected, selected_stride);
+        m.barrier();
+        m.each(n_rows, [&](int row) {
+            float* at = selected + size_t(row) * selected_stride;
+            for (int part = 0; part < 3; part++) {
+                const int width = part ? w.state : w.dt_rank;
+                block::normed(w.norms[part], at, width, w.norm_eps, at);
+                at += width;
+            }
+        });
+        m.barrier();
+        const Inputs of_steps =
+            prepared(m, w.dt_rank, [&](int row) { return selected + size_t(row) * selected_stride; });
+        product(m, w.step, of_steps, steps, steps_stride);
+        m.barrier();
+        m.each(n_rows, [&](int row) {
+            float* step = steps + size_t(row) * steps_stride;
+            mixer::steps_of(step, w.dt_bias, nullptr, w.inner, w.least_step, w.most_step, nullptr);
+        });
+        m.barrier();
+    }
+
+    // Every sequence's heads, or pieces of its channels, each by one member; and the inputs that its next rows will need.
+    void scan(team::Member& m, const Mixer& w) {
+        const int of_each = w.kind == MAMBA2 ? w.n_heads : n_pieces(w.inner), units = of_each + 1;
+        m.each(n_sequences() * units, [&](int unit) {
+            const Run run = run_of(unit / units);
+            const int which = unit % units;
+            if (which == of_each) {
+                const mixer::Rows inputs = rows_of(into, into_stride, run, first_convolved(w));
+                mixer::keep_inputs(inputs, inputs_of(w, run), run.fresh, w.kernel, channels_of(w));
+            } else if (w.kind == MAMBA2) scan_head(w, run, which);
+            else scan_channels(w, run, which * CHANNELS_TOGETHER);
+        });
+    }
+
+    void scan_head(const Mixer& w, const Run& run, int head) {
+        const int width = w.inner / w.n_heads, group = head / (w.n_heads / w.n_groups);
+        float* s = w.scanned + (size_t(run.slot) * w.n_heads + head) * w.state * width;
+        if (run.fresh) memset(s, 0, size_t(w.state) * width * sizeof(float));
+        const int b = w.inner + group * w.state, c = b + w.n_groups * w.state;
+        mixer::scan_head(rows_of(convolved, convolved_stride, run, head * width), rows_of(steps, steps_stride, run, head),
+                         rows_of(steps, steps_stride, run, w.n_heads + head), rows_of(convolved, convolved_stride, run, b),
+                         rows_of(convolved, convolved_stride, run, c), w.d[head], s, w.state, width);
+    }
+
+    void scan_channels(const Mixer& w, const Run& run, int from) {
+        const int end = from + CHANNELS_TOGETHER < w.inner ? from + CHANNELS_TOGETHER : w.inner;
+        float* s = w.scanned + size_t(run.slot) * w.state * w.inner;
+        for (int n = 0; run.fresh && n < w.state; n++)
+            memset(s + size_t(n) * w.inner + from, 0, (end - from) * sizeof(float));
+        mixer::scan_channels(rows_of(convolved, convolved_stride, run, 0), rows_of(steps, steps_stride, run, 0),
+                             rows_of(selected, selected_stride, run, w.dt_rank),
+                             rows_of(selected, selected_stride, run, w.dt_rank + w.state), w.a, w.d, s, w.state, w.inner,
+                             from, end);
+    }
+
+    // What was scanned, by its gate; normed by groups before or after, where the block has that norm.
+    const float* gated_row(team::Member& m, const Mixer& w, int row) {
+        float* to = normed_row(m, row);
+        const float* gate = into + size_t(row) * into_stride + (w.kind == MAMBA2 ? 0 : w.inner);
+        memcpy(to, convolved + size_t(row) * convolved_stride, w.inner * sizeof(float));
+        if (!w.norm || !w.norm_first) block::gate_by(to, gate, w.inner, block::SILU);
+        const int width = w.inner / w.n_groups;
+        for (int at = 0; w.norm && at < w.inner; at += width)
+            block::rms_norm(to + at, w.norm + at, width, w.norm_eps, to + at);
+        if (w.norm && w.norm_first) block::gate_by(to, gate, w.inner, block::SILU);
+        return to;
     }
 
     // --- experts: rows are sorted by expert, and each expert's products have only its own rows ---
@@ -801,11 +1008,11 @@ struct Loop : ForwardPass {
     }
 
     // Write the rows of these parts to their pages and compute the requested outputs.
-    void run_chunk(const Part* of, int n_parts, const int* ids, const int* segments_of_ids, const Outputs* wanted) {
+    void run_chunk(const Part* of, int n, const int* ids, const int* segments_of_ids, const Outputs* wanted) {
         team.acquire();
         is_chunk = true;
-        parts = of, tokens = ids, segments = segments_of_ids, outputs = wanted;
-        place_rows(n_parts);
+        parts = of, n_parts = n, tokens = ids, segments = segments_of_ids, outputs = wanted;
+        place_rows();
         run<&Loop::chunk>();
         team.release();
     }

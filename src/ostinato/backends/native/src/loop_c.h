@@ -7,10 +7,10 @@
 
 extern "C" {
 
-// How long each struct is here, so that Python can compare: Plan, Layer, Product, Rope, Part, Outputs.
+// How long each struct is here, so that Python can compare: Plan, Layer, Product, Mixer, Rope, Part, Outputs.
 int ostinato_plan_bytes(int which) {
     const size_t bytes[] = {sizeof(loop::Plan), sizeof(loop::Layer), sizeof(loop::Product),
-                            sizeof(loop::Rope), sizeof(loop::Part),  sizeof(loop::Outputs)};
+                            sizeof(loop::Mixer), sizeof(loop::Rope), sizeof(loop::Part), sizeof(loop::Outputs)};
     return int(bytes[which]);
 }
 

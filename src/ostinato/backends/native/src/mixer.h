@@ -1,0 +1,149 @@
+// What recurrent blocks do between products: a causal convolution, and the scans of mamba and mamba2.
+//
+// Every function takes consecutive rows of one sequence and the state before the first of them, and leaves the state
+// after the last. Rows are taken one after the other, so the bits are the same however a sequence is cut. Lanes lie along
+// channels: a state is kept with its channels last, and nothing is summed over lanes.
+#pragma once
+
+#include <cstring>
+
+#include "lanes.h"
+
+namespace mixer {
+
+// The first n of sixteen lanes, n from 1 on: all where n is larger.
+static inline Lanes load_up_to(const float* p, int n) { return n >= LANES ? load(p) : load_some(p, n); }
+static inline void store_up_to(float* p, Lanes x, int n) {
+    if (n >= LANES) store(p, x);
+    else store_some(p, x, n);
+}
+
+// Rows of one sequence in a buffer with a stride, `first` the first of them.
+struct Rows {
+    float* first;
+    long stride;
+    int n;
+    float* at(int row) const { return first + row * stride; }
+};
+
+// The input i rows before the first row of a run, i from 1: what the state has of it, [kernel - 1][channels].
+static inline const float* before(const float* state, int kernel, int channels, int i) {
+    return state + size_t(kernel - 1 - i) * channels;
+}
+
+// y = silu(bias + weight[0] x[row - k + 1] + ... + weight[k - 1] x[row]) of channels [from, to) of one row of a run;
+// weight is [kernel][channels]. Inputs before the first row come from the state, or are 0 where there is none.
+static inline void convolve(
+    const Rows& x, int row, const float* state, const float* weight, const float* bias, int kernel, int channels, int from,
+    int to, float* y
+) {
+    for (int c = from; c < to; c += LANES) {
+        const int n = to - c;
+        Lanes sum = bias ? load_up_to(bias + c, n) : lanes(0.0f);
+        for (int tap = 0; tap < kernel; tap++) {
+            const int at = row - (kernel - 1) + tap;
+            if (at < 0 && !state) continue;
+            const float* input = at < 0 ? before(state, kernel, channels, -at) : x.at(at);
+            sum = fma(load_up_to(input + c, n), load_up_to(weight + size_t(tap) * channels + c, n), sum);
+        }
+        store_up_to(y + c, silu(sum), n);
+    }
+}
+
+// The last kernel - 1 inputs become the state; `fresh`: there were none before the run.
+static inline void keep_inputs(const Rows& x, float* state, bool fresh, int kernel, int channels) {
+    for (int i = kernel - 1; i > 0; i--) {  // the oldest first: it may be a younger one of the old state
+        float* to = const_cast<float*>(before(state, kernel, channels, i));
+        const int row = x.n - i;
+        if (row >= 0) memcpy(to, x.at(row), channels * sizeof(float));
+        else if (fresh) memset(to, 0, channels * sizeof(float));
+        else memmove(to, before(state, kernel, channels, -row), channels * sizeof(float));
+    }
+}
+
+// step = softplus(step + bias) within limits, and fade = exp(step * a) where there is one a for each step.
+static inline void steps_of(
+    float* step, const float* bias, const float* a, int n, float least, float most, float* fade
+) {
+    for (int c = 0; c < n; c += LANES) {
+        Lanes s = softplus(add(load_up_to(step + c, n - c), load_up_to(bias + c, n - c)));
+        s = min(lanes(most), max(lanes(least), s));
+        store_up_to(step + c, s, n - c);
+        if (fade) store_up_to(fade + c, exp(mul(s, load_up_to(a + c, n - c))), n - c);
+    }
+}
+
+// Up to so many lanes of a head's width are scanned at once: as many sums as hide each other's latency.
+constexpr int SCANNED = 4;
+
+// mamba2, lanes [at, at + BLOCKS * 16) of one head: S[i] = fade[i] S[i-1] + step[i] x[i] b[i]^T; x[i] becomes
+// S[i] c[i] + d x[i]. S is [state][width]; step and fade have a number for each row.
+template <int BLOCKS>
+static inline void scan_lanes(
+    const Rows& x, const Rows& step, const Rows& fade, const Rows& b, const Rows& c, float d, float* s, int n_state,
+    int width, int at
+) {
+    int left[BLOCKS];
+    for (int k = 0; k < BLOCKS; k++) left[k] = width - at - k * LANES;
+    for (int row = 0; row < x.n; row++) {
+        float* in = x.at(row) + at;
+        const float *of_b = b.at(row), *of_c = c.at(row);
+        const Lanes fading = lanes(*fade.at(row)), stepping = lanes(*step.at(row));
+        Lanes drive[BLOCKS], y[BLOCKS];
+        for (int k = 0; k < BLOCKS; k++) {
+            const Lanes wide = load_up_to(in + k * LANES, left[k]);
+            drive[k] = mul(stepping, wide);
+            y[k] = lanes(0.0f);
+        }
+        for (int n = 0; n < n_state; n++) {
+            float* row_of_s = s + size_t(n) * width + at;
+            const Lanes into = lanes(of_b[n]), out = lanes(of_c[n]);
+            for (int k = 0; k < BLOCKS; k++) {
+                const Lanes now = fma(drive[k], into, mul(fading, load_up_to(row_of_s + k * LANES, left[k])));
+                store_up_to(row_of_s + k * LANES, now, left[k]);
+                y[k] = fma(now, out, y[k]);
+            }
+        }
+        for (int k = 0; k < BLOCKS; k++) {
+            const Lanes wide = load_up_to(in + k * LANES, left[k]);
+            store_up_to(in + k * LANES, fma(wide, lanes(d), y[k]), left[k]);
+        }
+    }
+}
+
+static inline void scan_head(
+    const Rows& x, const Rows& step, const Rows& fade, const Rows& b, const Rows& c, float d, float* s, int n_state,
+    int width
+) {
+    int at = 0;
+    for (; at + (SCANNED - 1) * LANES < width; at += SCANNED * LANES)
+        scan_lanes<SCANNED>(x, step, fade, b, c, d, s, n_state, width, at);
+    for (; at < width; at += LANES) scan_lanes<1>(x, step, fade, b, c, d, s, n_state, width, at);
+}
+
+// mamba, channels [from, to): s[i] = exp(step[i] a) s[i-1] + step[i] x[i] b[i]; x[i] becomes c[i] . s[i] + d x[i]. s and
+// a are [state][channels].
+static inline void scan_channels(
+    const Rows& x, const Rows& step, const Rows& b, const Rows& c, const float* a, const float* d, float* s, int n_state,
+    int channels, int from, int to
+) {
+    for (int at = from; at < to; at += LANES) {
+        const int left = to - at;
+        for (int row = 0; row < x.n; row++) {
+            const float *of_b = b.at(row), *of_c = c.at(row);
+            const Lanes wide = load_up_to(x.at(row) + at, left), stepping = load_up_to(step.at(row) + at, left);
+            const Lanes drive = mul(stepping, wide);
+            Lanes y = lanes(0.0f);
+            for (int n = 0; n < n_state; n++) {
+                float* of_s = s + size_t(n) * channels + at;
+                const Lanes fading = exp(mul(stepping, load_up_to(a + size_t(n) * channels + at, left)));
+                const Lanes now = fma(drive, lanes(of_b[n]), mul(fading, load_up_to(of_s, left)));
+                store_up_to(of_s, now, left);
+                y = fma(now, lanes(of_c[n]), y);
+            }
+            store_up_to(x.at(row) + at, fma(wide, load_up_to(d + at, left), y), left);
+        }
+    }
+}
+
+}  // namespace mixer
