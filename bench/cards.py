@@ -27,7 +27,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from bench.compiling import LANES, Told, chip_named, compile_fast, compiled, registers_of, told_of
+from bench.compiling import LANES, Specialisation, chip_named, compile_fast, compiled, registers_of, specialisation_of
 from bench.launches import bound_kernels
 from ostinato.backends.cuda.launch import TritonLaunch
 from ostinato.backends.cuda.packed_types import PACKED_TYPES
@@ -41,10 +41,15 @@ from ostinato.options import KVType
 NVIDIA: Final = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 ARCHS: Final = (*NVIDIA, *LANES)
 TYPES: Final = ("f32", "f16", "bf16", *(type.lower() for type in PACKED_TYPES), "q4_k_m")
-# Bytes that a thread spills at most, on NVIDIA's: what the widest products of K types take, and some room; and what
-# float32 heads of 256 take where they are not cut.
-MOST_SPILLED: Final = 2048
-MOST_SPILLED_BY: Final = {("attend_chunk", "float32, heads of 256"): 16_384}
+# Bytes that a thread spills at most, on NVIDIA's: what products of K types take with any Triton that was tried, and
+# some room. Float32 has products and prompts' attention of its own, tuned for no chip.
+MOST_SPILLED: Final = 2304
+MOST_SPILLED_BY: Final = {
+    ("matmul", "float32"): 3072,
+    ("attend_chunk", "float32, heads of 96"): 4608,
+    ("attend_chunk", "float32, heads of 128"): 4608,
+    ("attend_chunk", "float32, heads of 256"): 24_576,
+}
 KV_TYPES: Final[tuple[KVType, ...]] = ("bf16", "f32", "f16", "q8_0")
 # Constants that decide how much there is to do, not how a program does it.
 SIZES: Final = frozenset(
@@ -156,17 +161,17 @@ class Kernel:
     name: str
     variant: str
     function: Any
-    told: Told
+    specialised: Specialisation
     size: int
 
     @property
     def code(self) -> tuple[str, ...]:
         """What decides the code, as far as it decides what the code takes of a chip."""
-        names, told = self.function.arg_names, self.told
-        signature = {name: str(type) for name, type in told.signature.items() if name not in _OPTIONAL}
-        constants = {names[place[0]]: value for place, value in told.fixed.items() if len(place) == 1}
+        names, specialised = self.function.arg_names, self.specialised
+        signature = {name: str(type) for name, type in specialised.signature.items() if name not in _OPTIONAL}
+        constants = {names[place[0]]: value for place, value in specialised.fixed.items() if len(place) == 1}
         kept = _without_sizes({name: value for name, value in constants.items() if name not in _OPTIONAL})
-        return self.name, str(signature), str(kept), str(told.options)
+        return self.name, str(signature), str(kept), str(specialised.options)
 
 
 def kernels_for(arch: str, cases: Iterable[Case]) -> dict[object, Kernel]:
@@ -175,7 +180,7 @@ def kernels_for(arch: str, cases: Iterable[Case]) -> dict[object, Kernel]:
     for case in cases:
         for bound in bound_kernels(MODELS[case.model], case.type, case.kv_type, chip):
             launch = bound.launch
-            kernel = Kernel(bound.name, _variant(launch), launch.kernel, told_of(launch), _size_of(launch))
+            kernel = Kernel(bound.name, _variant(launch), launch.kernel, specialisation_of(launch), _size_of(launch))
             if kernel.size > getattr(found.get(kernel.code), "size", -1):
                 found[kernel.code] = kernel
     return found
@@ -227,11 +232,11 @@ _work: list[Kernel] = []  # which the workers inherit: kernels cannot be sent to
 
 def compile_one(number: int, arch: str) -> Row:
     kernel = _work[number]
-    options, started = kernel.told.options, time.monotonic()
+    options, started = kernel.specialised.options, time.monotonic()
     made = Row(kernel.name, kernel.variant, arch, options.get("num_warps", 4), options.get("num_stages"))
     try:
-        taken = compiled(kernel.function, kernel.told, arch)
-    except Exception as error:  # whatever a compiler raises: it is told with the kernel's name
+        taken = compiled(kernel.function, kernel.specialised, arch)
+    except Exception as error:  # whatever a compiler raises: it is reported with the kernel's name
         return replace(made, error=str(error).strip().splitlines()[-1][:300])
     return replace(made, **taken._asdict(), seconds=round(time.monotonic() - started, 2))
 

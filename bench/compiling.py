@@ -29,36 +29,36 @@ LANES: Final = {"gfx90a": 64, "gfx942": 64, "gfx1100": 32, "gfx1201": 32}  # of 
 N_MULTIPROCESSORS: Final = 128  # of no particular chip: no kernel depends on it
 
 
-class Told(NamedTuple):
+class Specialisation(NamedTuple):
     signature: dict[str, Any]  # the type of each argument, by its name
     fixed: dict[Place, Any]  # constants, by their place
     aligned: dict[Place, Any]  # pointers, which are aligned to 16 bytes
     options: dict[str, Any]  # such as num_warps
 
 
-def told_of(launch: Any) -> Told:
+def specialisation_of(launch: Any) -> Specialisation:
     """What would be compiled when the launch is first called."""
     names, constants = launch.kernel.arg_names, launch.constants
-    told = Told({}, {}, {}, {name: value for name, value in constants.items() if name not in names})
+    specialised = Specialisation({}, {}, {}, {name: value for name, value in constants.items() if name not in names})
     args = iter(launch.args)
     for place, name in enumerate(names):
         if name in constants:
-            told.fixed[(place,)] = constants[name]
-            told.signature[name] = "constexpr"
+            specialised.fixed[(place,)] = constants[name]
+            specialised.signature[name] = "constexpr"
         else:
-            told.signature[name] = _type_of(next(args), (place,), told)
-    return told
+            specialised.signature[name] = _type_of(next(args), (place,), specialised)
+    return specialised
 
 
-def _type_of(value: Any, path: Place, told: Told) -> Any:
+def _type_of(value: Any, path: Place, specialised: Specialisation) -> Any:
     if isinstance(value, tuple):
         made: Any = type(value)
-        return made(*(_type_of(part, (*path, number), told) for number, part in enumerate(value)))
+        return made(*(_type_of(part, (*path, number), specialised) for number, part in enumerate(value)))
     if isinstance(value, Tensor):
-        told.aligned[path] = [["tt.divisibility", 16]]
+        specialised.aligned[path] = [["tt.divisibility", 16]]
         return POINTERS[value.dtype]
     if value is None:
-        told.fixed[path] = None
+        specialised.fixed[path] = None
         return "constexpr"
     return "fp32" if isinstance(value, float) else "i32"
 
@@ -90,15 +90,15 @@ def compile_fast() -> None:
     passes.ttgpuir.add_coalesce_async_copy = lambda manager: None
 
 
-def compiled(kernel: Any, told: Told, arch: str) -> Taken:
+def compiled(kernel: Any, specialised: Specialisation, arch: str) -> Taken:
     """A kernel of a bound launch, compiled for a chip."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     target = GPUTarget("hip", arch, LANES[arch]) if arch in LANES else GPUTarget("cuda", int(arch[3:]), 32)
-    source = ASTSource(kernel, told.signature, told.fixed, told.aligned)
-    made = triton.compile(source, target=target, options=told.options)
+    source = ASTSource(kernel, specialised.signature, specialised.fixed, specialised.aligned)
+    made = triton.compile(source, target=target, options=specialised.options)
     if arch in LANES:
         text = made.asm["amdgcn"]
         found = [

@@ -79,7 +79,7 @@ def test_what_a_chip_has_no_room_for_is_told_with_both_numbers() -> None:
         "needs 110592 bytes of shared memory, and a block of sm_89 has 101376"
     )
     assert row("sm_89", registers=255, warps=16).problem == "needs 130560 registers, and a block of sm_89 has 65536"
-    assert row("sm_89", spilled_bytes=4000).problem == "spills 4000 bytes of a thread, more than 2048"
+    assert row("sm_89", spilled_bytes=4000).problem == "spills 4000 bytes of a thread, more than 2304"
     assert row("gfx942", shared_bytes=65_536).problem is None
     assert "does not compile: no" in str(row("gfx942", error="no").problem)
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from bench.compiling import Told, told_of
+from bench.compiling import Specialisation, specialisation_of
 from ostinato.backends.machine import TUNED
 from tests.counts import soaking
 
@@ -42,12 +42,12 @@ class Case(NamedTuple):
 
     name: str
     kernel: Any
-    told: Told
+    specialised: Specialisation
 
 
 def case_of(name: str, launch: Any) -> Case:
     """The case of a bound launch: what would be compiled when it is first called."""
-    return Case(name, launch.kernel, told_of(launch))
+    return Case(name, launch.kernel, specialisation_of(launch))
 
 
 def weights(type: str, n: int, k: int) -> Any:
@@ -153,13 +153,15 @@ def compile_cases(target: str) -> Iterator[dict[str, Any]]:
     for case in all_cases():
         if backend == "hip" and case.name in ONLY_HOPPER:
             continue
-        told, names = case.told, case.kernel.arg_names
+        specialised, names = case.specialised, case.kernel.arg_names
         if backend == "hip":  # what binding on such a device would have chosen
             instead = {("ASM", True): False, ("PRECISION", "tf32x3"): "ieee"}
-            fixed = {place: instead.get((names[place[0]], value), value) for place, value in told.fixed.items()}
-            told = told._replace(fixed=fixed, options={"num_warps": told.options["num_warps"], "num_stages": 2})
-        source = ASTSource(case.kernel, told.signature, told.fixed, told.aligned)
-        made = triton.compile(source, target=GPUTarget(backend, arch, lanes), options=told.options)
+            fixed = {place: instead.get((names[place[0]], value), value) for place, value in specialised.fixed.items()}
+            specialised = specialised._replace(
+                fixed=fixed, options={"num_warps": specialised.options["num_warps"], "num_stages": 2}
+            )
+        source = ASTSource(case.kernel, specialised.signature, specialised.fixed, specialised.aligned)
+        made = triton.compile(source, target=GPUTarget(backend, arch, lanes), options=specialised.options)
         text = made.asm["ptx" if backend == "cuda" else "amdgcn"]
         found = [word for word in ("mma.sync", "wgmma.mma_async", "v_mfma") if word in text]
         # A tile that goes back to shared memory after it was loaded: a detour on the way to the tensor cores.
