@@ -23,7 +23,7 @@ AS_IF = """
 import triton, torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from bench.compiling import told_of
+from bench.compiling import specialisation_of
 from ostinato.backends.cuda.launch import compile_as
 from ostinato.backends.cuda.triton.gemm import bind_gemm
 from ostinato.backends.machine import TUNED, pretended
@@ -32,9 +32,9 @@ chip = pretended(TUNED, "sm_89")
 compile_as(chip)
 half = torch.bfloat16
 launch = bind_gemm(torch.zeros(64, 256, dtype=half), torch.zeros(256, 256, dtype=half), torch.zeros(64, 256), chip=chip)
-told = told_of(launch)
-source = ASTSource(launch.kernel, told.signature, told.fixed, told.aligned)
-made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=told.options)
+specialised = specialisation_of(launch)
+source = ASTSource(launch.kernel, specialised.signature, specialised.fixed, specialised.aligned)
+made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=specialised.options)
 print(made.asm["ptx"].split(".target ")[1].split()[0], "wgmma" in made.asm["ptx"], "mma.sync" in made.asm["ptx"])
 print(made.asm["cubin"][48:52].hex())
 """
