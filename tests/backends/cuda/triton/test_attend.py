@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from bench.compiling import told_of
+from bench.compiling import specialisation_of
 from ostinato.backends.cuda.launch import TritonLaunch
 from ostinato.backends.cuda.triton import attend
 from ostinato.backends.cuda.triton.attend import Workspace, attend_workspace, bind_attend
@@ -352,12 +352,12 @@ def compile_launch(launch: TritonLaunch, *, amd: bool = True) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    told = told_of(launch)
+    specialised = specialisation_of(launch)
     targets = [GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)]
     for target in targets[: 1 + amd]:
         # AMD's shared memory holds one block at a time (`STAGES`).
-        staged = told.options | ({"num_stages": 1} if target.backend == "hip" else {})
-        source = ASTSource(launch.kernel, told.signature, constexprs=told.fixed, attrs=told.aligned)
+        staged = specialised.options | ({"num_stages": 1} if target.backend == "hip" else {})
+        source = ASTSource(launch.kernel, specialised.signature, constexprs=specialised.fixed, attrs=specialised.aligned)
         triton.compile(source, target=target, options=staged)
 
 
