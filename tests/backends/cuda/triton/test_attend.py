@@ -357,7 +357,7 @@ def compile_launch(launch: TritonLaunch, *, amd: bool = True) -> None:
     for target in targets[: 1 + amd]:
         # AMD's shared memory holds one block at a time (`STAGES`).
         staged = specialised.options | ({"num_stages": 1} if target.backend == "hip" else {})
-        source = ASTSource(launch.kernel, specialised.signature, constexprs=specialised.fixed, attrs=specialised.aligned)
+        source = ASTSource(launch.kernel, specialised.signature, specialised.fixed, specialised.aligned)
         triton.compile(source, target=target, options=staged)
 
 
