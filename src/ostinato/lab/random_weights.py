@@ -153,7 +153,7 @@ class AnyName:
     """The tensors of a file that has whatever a family asks for, but a bias of the head, which no shape states."""
 
     def has(self, name: str) -> bool:
-        return name != "output.bias"
+        return name != "output.bias" and "ffn_gate_up_exps" not in name
 
     def rows(self, name: str) -> int:
         raise InternalError(f"no shape says how many rows {name} has")
@@ -225,7 +225,7 @@ class RandomFile(Checkpoint):
         """The type of a matrix. Routers are never packed: which experts are chosen must not turn on a rounding."""
         if self._type in DTYPES:
             return self._type.upper()
-        return "F32" if name.endswith("ffn_gate_inp.weight") else kept_as(self._type, name, cols, self.shape)
+        return "F32" if name.endswith(("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")) else kept_as(self._type, name, cols, self.shape)
 
 
 @dataclass(slots=True)

@@ -75,13 +75,20 @@ class PlainMLP(Block):
 
 @dataclass(frozen=True, slots=True)
 class Experts(Block):
-    """A router and the experts it chooses from; each is a gated feed-forward block."""
+    """A router and the experts it chooses from, each a feed-forward block with or without a gate; and beside them a
+    block that every row goes through, where there is one. `ExpertShape` says how experts are chosen."""
 
-    gate_up: Leaf  # [experts, 2 * ff_width, hidden]; a backend may have them on top of each other, or one for each
-    down: Leaf  # [experts, hidden, ff_width]
-    router: Linear
+    gate_up: Leaf  # [experts, 2 * ff_width, width]; a backend may have them on top of each other, or one for each
+    down: Leaf  # [experts, width, ff_width]
+    router: Linear  # [n_scores, hidden]
     experts: ExpertShape
     activation: Activation
+    choice_bias: Leaf | None = None  # [experts], float32
+    gate_up_bias: Leaf | None = None  # [experts, 2 * ff_width], float32
+    down_bias: Leaf | None = None  # [experts, width], float32
+    into_latent: Linear | None = None
+    out_of_latent: Linear | None = None
+    shared: GatedMLP | PlainMLP | None = None
 
 
 MLP: TypeAlias = GatedMLP | PlainMLP | Experts

@@ -27,8 +27,8 @@ from ostinato.models.blocks import (
     RankingHead,
     ShortConvMixer,
 )
-from ostinato.models.shape import DeltaShape, Mamba2Shape, MambaShape, Shape, ShortConvShape
-from ostinato.models.tensors import Constant, ExpertMatrices, Matrices, Sizes, StackedTensors
+from ostinato.models.shape import DeltaShape, ExpertShape, Mamba2Shape, MambaShape, Shape, ShortConvShape
+from ostinato.models.tensors import Constant, ExpertBiases, ExpertMatrices, Matrices, Sizes, StackedTensors
 
 # Read with the shape, where a file has them.
 ROPE_FACTORS = frozenset({"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"})
@@ -130,37 +130,68 @@ class Builder:
             return self.experts(layer)
         return self.gated_mlp(layer)
 
-    def gated_mlp(self, layer: int, *, fused: bool = False) -> GatedMLP:
-        """`fused`: the file keeps gate and up as one tensor, under the name of up."""
+    def gated_mlp(
+        self, layer: int, *, fused: bool = False, width: int | None = None, suffix: str = ""
+    ) -> GatedMLP:
+        """`fused`: the file keeps gate and up as one tensor, under the name of up. `width` and `suffix`: of a block
+        other than the layer's only one."""
         s, at, m, bias = self.shape, f"blk.{layer}.", self.shape.multipliers, self.shape.mlp_bias
-        scale = self.scale([s.ff_width, s.ff_width], [m.ff_gate, 1.0])
+        ff = width or s.ff_width
+        scale = self.scale([ff, ff], [m.ff_gate, 1.0])
         if fused:
-            gate_up = self.linear(at + "ffn_up", 2 * s.ff_width, s.hidden, bias=bias, scale=scale, halves=True)
+            gate_up = self.linear(at + "ffn_up" + suffix, 2 * ff, s.hidden, bias=bias, scale=scale, halves=True)
         else:
-            both = [at + "ffn_gate", at + "ffn_up"]
-            gate_up = self.linear(both, [s.ff_width, s.ff_width], s.hidden, bias=bias, scale=scale)
+            both = [at + "ffn_gate" + suffix, at + "ffn_up" + suffix]
+            gate_up = self.linear(both, [ff, ff], s.hidden, bias=bias, scale=scale)
         down_scale = self.scale([s.hidden], [m.ff_down])
-        down = self.linear(at + "ffn_down", s.hidden, s.ff_width, bias=bias, scale=down_scale)
+        down = self.linear(at + "ffn_down" + suffix, s.hidden, ff, bias=bias, scale=down_scale)
         return GatedMLP(gate_up, down, s.activation)
 
-    def plain_mlp(self, layer: int) -> PlainMLP:
-        s, at = self.shape, f"blk.{layer}."
-        up = self.linear(at + "ffn_up", s.ff_width, s.hidden, bias=s.mlp_bias)
-        down = self.linear(at + "ffn_down", s.hidden, s.ff_width, bias=s.mlp_bias)
+    def plain_mlp(self, layer: int, *, width: int | None = None, suffix: str = "") -> PlainMLP:
+        s, at, ff = self.shape, f"blk.{layer}.", width or self.shape.ff_width
+        up = self.linear(at + "ffn_up" + suffix, ff, s.hidden, bias=s.mlp_bias)
+        down = self.linear(at + "ffn_down" + suffix, s.hidden, ff, bias=s.mlp_bias)
         return PlainMLP(up, down, s.activation)
 
     def experts(self, layer: int) -> Experts:
-        s, at = self.shape, f"blk.{layer}."
-        assert s.experts is not None
-        n, ff = s.experts.n_experts, s.experts.ff_width
-        gate, up, down = (self._expert_names(at + part, n) for part in ("ffn_gate", "ffn_up", "ffn_down"))
+        """All that the shape says of experts, the shared block included."""
+        s, at, e = self.shape, f"blk.{layer}.", self.shape.experts
+        assert e is not None
+        n, width, parts = e.n_experts, e.latent_width or s.hidden, ("gate", "up") if e.gated else ("up",)
+        latent = e.latent_width is not None
+        router = ["ffn_gate_inp", *(["ffn_gate_inp_shexp"] if e.shared_gate else [])]
         return Experts(
-            gate_up=ExpertMatrices((gate, up), n, (ff, s.hidden)),
-            down=ExpertMatrices((down,), n, (s.hidden, ff)),
-            router=self.linear(at + "ffn_gate_inp", n, s.hidden, bias=False),
-            experts=s.experts,
+            gate_up=self._inner_matrices(at, parts, n, (e.ff_width, width)),
+            down=ExpertMatrices((self._expert_names(at + "ffn_down", n),), n, (width, e.ff_width)),
+            router=self.linear([at + name for name in router], [n, 1][: len(router)], s.hidden, bias=e.bias),
+            experts=e,
             activation=s.activation,
+            choice_bias=self.tensor(at + "exp_probs_b.bias", n, exact=True) if e.choice_bias else None,
+            gate_up_bias=self._inner_biases(at, parts, n, e.ff_width) if e.bias else None,
+            down_bias=ExpertBiases((at + "ffn_down_exps.bias",), n, width) if e.bias else None,
+            into_latent=self.linear(at + "ffn_latent_down", width, s.hidden, bias=False) if latent else None,
+            out_of_latent=self.linear(at + "ffn_latent_up", s.hidden, width, bias=False) if latent else None,
+            shared=self._shared(layer, e),
         )
+
+    def _shared(self, layer: int, experts: ExpertShape) -> GatedMLP | PlainMLP | None:
+        if not experts.shared_width:
+            return None
+        make = self.gated_mlp if experts.gated else self.plain_mlp
+        return make(layer, width=experts.shared_width, suffix="_shexp")
+
+    def _inner_matrices(self, at: str, parts: Sequence[str], n: int, size: tuple[int, int]) -> ExpertMatrices:
+        """What leads into all experts: gate and up apart, or in one tensor."""
+        fused = f"{at}ffn_gate_up_exps.weight"
+        if self.names.has(fused):
+            return ExpertMatrices(((fused,),), n, (len(parts) * size[0], size[1]), halves=True)
+        return ExpertMatrices(tuple(self._expert_names(f"{at}ffn_{part}", n) for part in parts), n, size)
+
+    def _inner_biases(self, at: str, parts: Sequence[str], n: int, width: int) -> ExpertBiases:
+        fused = f"{at}ffn_gate_up_exps.bias"
+        if self.names.has(fused):
+            return ExpertBiases((fused,), n, len(parts) * width)
+        return ExpertBiases(tuple(f"{at}ffn_{part}_exps.bias" for part in parts), n, width)
 
     def _expert_names(self, name: str, n: int) -> tuple[str, ...]:
         """One tensor for all experts, or one for each, as the file has it."""

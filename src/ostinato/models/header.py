@@ -80,7 +80,7 @@ class _NamesIn:
             return self.model.head is not None and self.model.head.bias is not None
         if name == "token_types.weight":
             return self.model.type_embedding is not None
-        return name.endswith("_exps.weight")
+        return name.endswith("_exps.weight") and not name.endswith("ffn_gate_up_exps.weight")
 
     def rows(self, name: str) -> int:
         assert self.model.type_embedding is not None

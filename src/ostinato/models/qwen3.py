@@ -5,8 +5,8 @@ experts.
 from dataclasses import replace
 from functools import partial
 
-from ostinato.errors import BadFile
 from ostinato.models.builder import Builder
+from ostinato.models.experts import EXPERT_NAMES, count_from_config, dense_layers, experts_from_gguf
 from ostinato.models.family import COMMON_NAMES, Family
 from ostinato.models.fields import Description
 from ostinato.models.qwen2 import without_unused_window
@@ -15,28 +15,17 @@ from ostinato.models.shape import ExpertShape, Shape, common_from_gguf
 
 def moe_from_gguf(f: Description) -> Shape:
     shape = common_from_gguf(f)
-    experts = ExpertShape(
-        f.integer("expert_count"),
-        f.integer("expert_used_count"),
-        f.integer("expert_feed_forward_length", shape.ff_width),
-        renormalise=True,
-    )
-    return replace(shape, experts=experts)
+    return replace(shape, experts=experts_from_gguf(f, shape.n_layers, renormalise=True))
 
 
 def moe_from_config(c: Description) -> Shape:
     shape = without_unused_window(c)
-    every = c.integer("decoder_sparse_step", 1)
-    plain = c.raw("mlp_only_layers") or []
-    if not isinstance(plain, list) or not all(isinstance(i, int) for i in plain):
-        raise BadFile(f"{c.path}: mlp_only_layers is {plain!r}; it must be a list of layer numbers")
     experts = ExpertShape(
-        # Published files write num_experts; newer tools write num_local_experts.
-        c.integer("num_experts", c.integer("num_local_experts", 128)),
+        count_from_config(c, 128),
         c.integer("num_experts_per_tok", 8),
         c.integer("moe_intermediate_size", 768),
         c.flag("norm_topk_prob", False),
-        frozenset(i for i in range(shape.n_layers) if i in plain or (i + 1) % every),
+        dense_layers(c, shape.n_layers),
     )
     return replace(shape, experts=experts)
 
@@ -54,11 +43,5 @@ QWEN3_MOE = Family(
     hf=("Qwen3MoeForCausalLM",),
     shape_from_gguf=moe_from_gguf,
     shape_from_config=moe_from_config,
-    names={
-        **COMMON_NAMES,
-        "model.layers.*.mlp.gate": "blk.*.ffn_gate_inp",
-        "model.layers.*.mlp.experts.*.gate_proj": "blk.*.ffn_gate.*",
-        "model.layers.*.mlp.experts.*.up_proj": "blk.*.ffn_up.*",
-        "model.layers.*.mlp.experts.*.down_proj": "blk.*.ffn_down.*",
-    },
+    names={**COMMON_NAMES, **EXPERT_NAMES},
 )

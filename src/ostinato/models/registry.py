@@ -21,6 +21,7 @@ from ostinato.models.mamba import MAMBA, MAMBA2
 from ostinato.models.mixtral import MIXTRAL
 from ostinato.models.phi3 import PHI3
 from ostinato.models.qwen2 import QWEN2
+from ostinato.models.qwen2_moe import QWEN2_MOE
 from ostinato.models.qwen3 import QWEN3, QWEN3_MOE, QWEN3_VL
 from ostinato.models.shape import Shape, checked
 from ostinato.models.smollm3 import SMOLLM3
@@ -28,7 +29,7 @@ from ostinato.models.tensors import TensorTable, spelled, stem_of, translate
 
 FAMILIES: Final = (
     LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, PHI3, GPT2, MIXTRAL, MAMBA, MAMBA2, FALCON_H1, BERT,
-    NOMIC_BERT, SMOLLM3, GRANITE, QWEN3_VL,
+    NOMIC_BERT, SMOLLM3, GRANITE, QWEN3_VL, QWEN2_MOE,
 )  # fmt: skip
 
 BY_GGUF: Final[Mapping[str, Family]] = MappingProxyType({f.name: f for f in FAMILIES if f.in_gguf})

@@ -28,14 +28,48 @@ States = tuple[tuple[int, ...], ...]  # what a recurrent layer remembers of a se
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertGroups:
+    """Groups of equal size that follow each other: a row chooses only among the experts of its `n_used` best groups.
+    A group is as good as its `n_best` highest scores together: 1 in DeepSeek V2, 2 in V3."""
+
+    n_groups: int
+    n_used: int
+    n_best: int
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """Routed experts of a layer: how many there are, how many a row uses, how wide each is."""
+    """Routed experts of a layer: how many there are, how wide each is, how a row's are chosen, what stands beside them.
+
+    A row's scores become probabilities, by softmax over all experts or by a sigmoid each. The `n_used` likeliest are
+    chosen, the lower id first among equals, and a chosen expert's share is its probability. Where softmax keeps their
+    order, scores are compared themselves (`by_score`): of two unlike ones the probabilities may both be 0."""
 
     n_experts: int
     n_used: int
     ff_width: int
-    renormalise: bool
+    renormalise: bool  # shares of a row sum to 1; with softmax that is the softmax of the chosen scores alone
     dense_layers: frozenset[int] = frozenset()  # layers with a plain feed-forward block in their place
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    choice_bias: bool = False  # added to probabilities for the choice, not for the shares
+    groups: ExpertGroups | None = None
+    share_scale: float = 1.0  # routed scaling factor
+    gated: bool = True  # false: down(act(up(x)))
+    bias: bool = False  # of the router and of the experts' products
+    shared_width: int = 0  # of a feed-forward block that every row goes through besides; 0: none
+    shared_gate: bool = False  # a row takes the shared block's output times the sigmoid of one more score
+    latent_width: int | None = None  # experts work in a space of this width, between two products that all rows share
+
+    @property
+    def n_scores(self) -> int:
+        """Rows of the router's matrix: one for each expert, and one for the shared block where that has a gate."""
+        return self.n_experts + self.shared_gate
+
+    @property
+    def by_score(self) -> bool:
+        return (
+            self.scoring == "softmax" and not self.choice_bias and (self.groups is None or self.groups.n_best == 1)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,7 +400,19 @@ def checked(shape: Shape, f: Fields) -> Shape:
     """The sizes, where they agree with each other."""
     if shape.attention and shape.n_heads % shape.n_kv_heads:
         raise BadFile(f"{f.path}: {shape.n_heads} heads cannot share {shape.n_kv_heads} key and value heads evenly")
-    experts = shape.experts
-    if experts is not None and experts.n_used > experts.n_experts:
-        raise BadFile(f"{f.path}: a row uses {experts.n_used} experts, and there are only {experts.n_experts}")
+    if shape.experts is not None:
+        _check_experts(shape.experts, f)
     return shape
+
+
+def _check_experts(experts: ExpertShape, f: Fields) -> None:
+    n_open, groups = experts.n_experts, experts.groups
+    if groups is not None:
+        if n_open % groups.n_groups or n_open // groups.n_groups < groups.n_best or groups.n_used > groups.n_groups:
+            raise BadFile(
+                f"{f.path}: {n_open} experts cannot be {groups.n_groups} groups of at least {groups.n_best}, of which a "
+                f"row uses {groups.n_used}"
+            )
+        n_open = n_open // groups.n_groups * groups.n_used
+    if experts.n_used > n_open:
+        raise BadFile(f"{f.path}: a row uses {experts.n_used} experts, and there are only {n_open}")

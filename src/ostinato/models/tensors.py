@@ -56,11 +56,13 @@ class Matrices(StackedTensors):
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
-    """The matrices of all experts, each of `size`; a part (gate, up or down) is one tensor for all, or one for each."""
+    """The matrices of all experts, each of `size`; a part (gate, up or down) is one tensor for all, or one for each.
+    `halves`: one part that is two matrices, one above the other."""
 
     parts: tuple[tuple[str, ...], ...]
     n_experts: int
     size: tuple[int, int]
+    halves: bool = False
 
     @property
     def shape(self) -> Sizes:
@@ -71,6 +73,23 @@ class ExpertMatrices:
         for names in self.parts:
             shape = (self.n_experts, *self.size) if is_whole(names) else self.size
             yield from ((name, shape) for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBiases:
+    """A vector of `width` for each expert, float32; parts (gate and up) stand side by side."""
+
+    names: tuple[str, ...]  # of each part, one tensor for all experts
+    n_experts: int
+    width: int
+
+    @property
+    def shape(self) -> Sizes:
+        return self.n_experts, len(self.names) * self.width
+
+    @property
+    def wanted(self) -> Wanted:
+        return ((name, (self.n_experts, self.width)) for name in self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +108,7 @@ class Constant:
         return iter(())
 
 
-Reference: TypeAlias = StackedTensors | ExpertMatrices | Constant
+Reference: TypeAlias = StackedTensors | ExpertMatrices | ExpertBiases | Constant
 
 
 def is_whole(names: tuple[str, ...]) -> bool:
@@ -112,6 +131,7 @@ def _minus_exp(stored: NDArray[np.float32]) -> NDArray[np.float32]:
 TRANSPOSED: Final = Transform(shape=lambda ours: ours[::-1], values=np.transpose)  # a matrix as [in, out]
 PLUS_ONE: Final = Transform(values=lambda stored: stored + 1)  # a norm's weight as its distance from 1
 MINUS_EXP: Final = Transform(values=_minus_exp)  # a rate of decay as its logarithm
+ROW: Final = Transform(shape=lambda ours: ours[1:])  # a matrix of one row as a vector
 COLUMN: Final = Transform(shape=lambda ours: (*ours, 1))  # a vector as a matrix of one column
 FLAT: Final = Transform(shape=lambda ours: (math.prod(ours),))  # rows one after the other
 CHANNELS: Final = Transform(shape=lambda ours: (ours[0], 1, *ours[1:]))  # a convolution of each channel alone

@@ -15,6 +15,7 @@ from ostinato.backends.torch.ops.layer_norm import layer_norm_torch
 from ostinato.backends.torch.ops.q8_0 import dequantize_q8_0_torch, quantize_q8_0_torch
 from ostinato.backends.torch.ops.rms_norm import rms_norm_torch
 from ostinato.backends.torch.ops.rope import rope_torch
+from ostinato.models.shape import ExpertShape
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -95,7 +96,7 @@ def test_a_row_goes_through_its_experts_and_no_others() -> None:
         noise(n_experts, 2 * ff, hidden, seed=1),
         noise(n_experts, hidden, ff, seed=2),
     )
-    weights, chosen = route_torch(noise(rows, n_experts, seed=3), n_used, renormalise=True)
+    weights, chosen = route_torch(noise(rows, n_experts, seed=3), ExpertShape(n_experts, n_used, ff, renormalise=True))
     out = experts_torch(x, gate_up, down, weights, chosen, "silu")
     for row in range(rows):
         expected = torch.zeros(hidden)
@@ -106,7 +107,7 @@ def test_a_row_goes_through_its_experts_and_no_others() -> None:
 
 def test_experts_give_a_row_the_same_bits_whatever_its_neighbours() -> None:
     x, gate_up, down = noise(4, 8), noise(3, 8, 8, seed=1), noise(3, 8, 4, seed=2)
-    weights, chosen = route_torch(noise(4, 3, seed=3), 2, renormalise=True)
+    weights, chosen = route_torch(noise(4, 3, seed=3), ExpertShape(3, 2, 4, renormalise=True))
     order = torch.tensor([2, 0, 3, 1])
     together = experts_torch(x, gate_up, down, weights, chosen, "silu")
     shuffled = experts_torch(x[order], gate_up, down, weights[order], chosen[order], "silu")
@@ -115,8 +116,9 @@ def test_experts_give_a_row_the_same_bits_whatever_its_neighbours() -> None:
 
 def test_router_weights_sum_to_one_only_where_the_model_says_so() -> None:
     scores = noise(4, 6)
-    kept, _ = route_torch(scores, 2, renormalise=False)
-    again, _ = route_torch(scores, 2, renormalise=True)
+    n = scores.shape[1]
+    kept, _ = route_torch(scores, ExpertShape(n, 2, 4, renormalise=False))
+    again, _ = route_torch(scores, ExpertShape(n, 2, 4, renormalise=True))
     torch.testing.assert_close(again.sum(-1), torch.ones(4))
     assert (kept.sum(-1) < 1).all()
 

@@ -34,8 +34,8 @@ from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.weight import Weight
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables
-from ostinato.models.blocks import Experts, GatedMLP, Layer, Linear, Norm, PlainMLP
-from ostinato.models.shape import ExpertShape
+from ostinato.models.blocks import MLP, Experts, GatedMLP, Layer, Linear, Norm, PlainMLP
+from ostinato.models.shape import Shape
 
 BUCKETS: Final = (64, 128, 256, CHUNK_ROWS["cuda"])
 
@@ -89,7 +89,7 @@ class FusedChunks:
         self._act = made(most, inner, dtype=wide)
         self._stats = made(most, n_stats(shape.hidden), 2)  # which the embedding leaves, and prompts need not
         self._row_slot = torch.arange(most, dtype=torch.int32, device=device)  # a row of a prompt is its own slot
-        self._routed = _Routed.of(shape.experts, shape.n_layers, most, device)
+        self._routed = _Routed.of(shape, most, device, wide)
         self._last = made(tables.layout.n_slots, shape.hidden)
         self._scratch = Scratch(model)
         self._launches = {rows: self._bound(rows) for rows in self._buckets}
@@ -210,37 +210,66 @@ class FusedChunks:
         ]
 
     def _mlp(self, number: int, layer: Layer, rows: int) -> list[Launch]:
-        mlp, h = layer.mlp, self._h[:rows]
+        mlp, norm, h = layer.mlp, self._norm(layer.mlp_norm, rows), self._h[:rows]
+        if isinstance(mlp, Experts):
+            return [norm, *self._experts(number, layer, mlp, rows)]
         inner, act = self._inner[:rows], self._act[:rows]
-        norm = self._norm(layer.mlp_norm, rows)
+        return [
+            norm,
+            *self._into(mlp, h, inner, act),
+            *self._into_residual(act, mlp.down, layer.after_mlp, rows),
+        ]
+
+    def _into(self, mlp: MLP, given: Tensor, inner: Tensor, act: Tensor) -> list[Launch]:
+        """A feed-forward block up to its activation."""
         match mlp:
             case GatedMLP():
-                into, activate = mlp.gate_up, self._kernels.gated
+                return [self._product(given, mlp.gate_up, inner), self._kernels.gated(inner, act, mlp.activation)]
             case PlainMLP():
-                into, activate = mlp.up, self._kernels.activate
-                inner = self._inner.view(-1)[: inner.numel() // 2].view(rows, -1)
-            case Experts():
-                return [norm, *self._experts(number, mlp, rows)]
-            case _:
-                raise InternalError(f"a feed-forward block of kind {type(mlp).__name__} has no kernels")
-        product, activation = self._product(h, into, inner), activate(inner, act, mlp.activation)
-        return [norm, product, activation, *self._into_residual(act, mlp.down, layer.after_mlp, rows)]
+                inner = inner.flatten()[: act.numel()].view(act.shape)
+                return [self._product(given, mlp.up, inner), self._kernels.activate(inner, act, mlp.activation)]
+        raise InternalError(f"a feed-forward block of kind {type(mlp).__name__} has no kernels")
 
-    def _experts(self, number: int, mlp: Experts, rows: int) -> list[Launch]:
+    def _experts(self, number: int, layer: Layer, mlp: Experts, rows: int) -> list[Launch]:
         """Each row through its own experts, by the step's kernels, which serve rows of a prompt too."""
-        kernels, h, y, routed = self._kernels, self._h[:rows], self._y[:rows], self._routed
+        kernels, h, x, y, routed = self._kernels, self._h[:rows], self._x[:rows], self._y[:rows], self._routed
         assert routed is not None
-        n_rows, scores = self._count(rows), routed.scores[:rows]
-        chosen, shares, act = routed.chosen[number, :rows], routed.shares[:rows], routed.act[:rows]
-        choice = {"n_used": mlp.experts.n_used, "renormalise": mlp.experts.renormalise}
-        gate_up, down = flat(mlp.gate_up), flat(mlp.down)
-        return [
-            self._product(h, mlp.router, scores),
-            kernels.route(scores, chosen, shares, n_rows, **choice),
-            kernels.experts_gate_up(h, gate_up, act, chosen, n_rows, activation=mlp.activation),
-            kernels.experts_down(act, down, y, chosen, shares, n_rows, epilogue="store"),
-            lambda: self._x[:rows].add_(y),
+        shape, n_rows, scores, act = mlp.experts, self._count(rows), routed.scores[:rows], routed.act[:rows]
+        chosen, shares, shared = routed.chosen[number, :rows], routed.shares[:rows], routed.shared_share[:rows]
+        how: dict[str, Any] = {"shape": shape, "bias": mlp.choice_bias}
+        how["shared"] = shared if shape.shared_gate else None
+        launches = [self._product(h, mlp.router, scores), kernels.route(scores, chosen, shares, n_rows, **how)]
+        given, sums = h, y
+        if mlp.into_latent is not None:
+            given, sums = routed.latent[:rows], routed.latent_sum[:rows]
+            launches.append(self._product(h, mlp.into_latent, given))
+        into: dict[str, Any] = {"bias": mlp.gate_up_bias, "gated": shape.gated, "activation": mlp.activation}
+        out_of: dict[str, Any] = {"bias": mlp.down_bias, "epilogue": "store"}
+        launches += [
+            kernels.experts_gate_up(given, flat(mlp.gate_up), act, chosen, n_rows, **into),
+            kernels.experts_down(act, flat(mlp.down), sums, chosen, shares, n_rows, **out_of),
         ]
+        if mlp.out_of_latent is not None:
+            narrow = routed.latent[:rows]  # the sums as a product takes them in
+            launches += [lambda: narrow.copy_(sums), self._product(narrow, mlp.out_of_latent, y)]
+        if mlp.shared is not None:
+            launches += self._beside_experts(mlp.shared, h, routed, rows, gated=shape.shared_gate)
+        if layer.after_mlp is not None:
+            launches.append(self._after(layer.after_mlp, y))
+        return [*launches, lambda: x.add_(y)]
+
+    def _beside_experts(
+        self, mlp: GatedMLP | PlainMLP, given: Tensor, routed: _Routed, rows: int, *, gated: bool
+    ) -> list[Launch]:
+        """The shared block, added to what the experts gave."""
+        y, out, share = self._y[:rows], routed.shared_out[:rows], routed.shared_share[:rows, None]
+        act = routed.shared_act[:rows]
+        down = self._product(act, mlp.down, out)
+        add = (lambda: y.addcmul_(out, share)) if gated else (lambda: y.add_(out))
+        return [*self._into(mlp, given, routed.shared_inner[:rows], act), down, add]
+
+    def _after(self, norm: Norm, y: Tensor) -> Launch:
+        return self._kernels.norm(y, y, norm.weight, norm.bias, norm.eps)
 
     def _norm(self, norm: Norm, rows: int) -> Launch:
         return self._kernels.norm(self._x[:rows], self._h[:rows], norm.weight, norm.bias, norm.eps)
@@ -249,7 +278,7 @@ class FusedChunks:
         x, y = self._x[:rows], self._y[:rows]
         launches = [self._product(given, linear, y)]
         if after is not None:
-            launches.append(self._kernels.norm(y, y, after.weight, after.bias, after.eps))
+            launches.append(self._after(after, y))
         return [*launches, lambda: x.add_(y)]
 
     def _product(self, given: Tensor, linear: Linear, out: Tensor) -> Launch:
@@ -307,15 +336,33 @@ class _Routed:
     chosen: Tensor  # [n_layers, rows, n_used]: of every layer, to be seen after a chunk
     shares: Tensor
     act: Tensor
+    latent: Tensor
+    latent_sum: Tensor
+    shared_inner: Tensor
+    shared_act: Tensor
+    shared_out: Tensor
+    shared_share: Tensor  # [rows]
 
     @staticmethod
-    def of(experts: ExpertShape | None, n_layers: int, rows: int, device: torch.device) -> _Routed | None:
+    def of(shape: Shape, rows: int, device: torch.device, wide: torch.dtype) -> _Routed | None:
+        """`wide`: what products take in."""
+        experts = shape.experts
         if experts is None:
             return None
-        used = experts.n_used
+
+        def made(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return zeros(size, dtype, device)
+
+        used, shared, latent = experts.n_used, experts.shared_width, experts.latent_width or 0
         return _Routed(
-            scores=zeros((rows, experts.n_experts), torch.float32, device),
-            chosen=zeros((n_layers, rows, used), torch.int32, device),
-            shares=zeros((rows, used), torch.float32, device),
-            act=zeros((rows, used, experts.ff_width), torch.float32, device),
+            scores=made(rows, experts.n_scores),
+            chosen=made(shape.n_layers, rows, used, dtype=torch.int32),
+            shares=made(rows, used),
+            act=made(rows, used, experts.ff_width),
+            latent=made(rows, latent, dtype=wide),
+            latent_sum=made(rows, latent),
+            shared_inner=made(rows, 2 * shared, dtype=wide),
+            shared_act=made(rows, shared, dtype=wide),
+            shared_out=made(rows, shape.hidden if shared else 0),
+            shared_share=made(rows),
         )

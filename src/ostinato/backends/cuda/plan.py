@@ -31,7 +31,7 @@ from ostinato.errors import InternalError
 from ostinato.loop.layout import SampledRows, Tables
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear, Norm, PlainMLP
-from ostinato.models.shape import Shape
+from ostinato.models.shape import ExpertShape, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,10 @@ class StepBuffers:
     experts: Tensor  # [n_layers, n_slots or more, n_used]: of every layer, to be seen after a step
     shares: Tensor
     expert_act: Tensor
+    shared_act: Tensor
+    shared_share: Tensor  # [n_slots]: how much a row takes of a shared block that has a gate
+    latent: Tensor
+    latent_out: Tensor
     logits: Tensor
 
     @staticmethod
@@ -72,9 +76,7 @@ class StepBuffers:
         def rows(*width: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return zeros((n_slots, *width), dtype, device)
 
-        n_experts = s.experts.n_experts if s.experts else 1
-        n_used = s.experts.n_used if s.experts else 1
-        expert_width = s.experts.ff_width if s.experts else 1
+        experts = s.experts or ExpertShape(1, 1, 1, renormalise=False)
         return StepBuffers(
             x=rows(s.hidden),
             stats=rows(n_stats(s.hidden), 2),
@@ -84,11 +86,15 @@ class StepBuffers:
             act=rows(s.ff_width),
             y=rows(s.hidden),
             y_stats=rows(n_stats(s.hidden), 2),
-            scores=rows(n_experts),
+            scores=rows(experts.n_scores),
             # Rows to whole words of 16 bytes: every layer's begin as a kernel was compiled for.
-            experts=zeros((s.n_layers if s.experts else 1, -(-n_slots // 4) * 4, n_used), torch.int32, device),
-            shares=rows(n_used),
-            expert_act=rows(n_used, expert_width),
+            experts=zeros((s.n_layers if s.experts else 1, -(-n_slots // 4) * 4, experts.n_used), torch.int32, device),
+            shares=rows(experts.n_used),
+            expert_act=rows(experts.n_used, experts.ff_width),
+            shared_act=rows(experts.shared_width or 1),
+            shared_share=rows(),
+            latent=rows(experts.latent_width or 1),
+            latent_out=rows(experts.latent_width or 1),
             logits=rows(s.vocab),
         )
 
@@ -208,59 +214,101 @@ class FusedPlan:
     def _mlp(self, number: int, layer: Layer, following: Norm) -> None:
         s, mlp, at = self.step, layer.mlp, f"layer.{number}"
         given, norm = self._normed(layer.mlp_norm)
-        match mlp:
-            case GatedMLP():
-                self._gated(f"{at}.gate_up", mlp, given, norm)
-            case PlainMLP():
-                act = {"epilogue": "act", "activation": mlp.activation}
-                self._product(f"{at}.up", "gate_up", given, mlp.up, s.act, norm=norm, **act)
-            case Experts():
-                self._experts(number, mlp, given, norm, following)
-                return
+        if isinstance(mlp, Experts):
+            self._experts(number, layer, mlp, given, norm, following)
+            return
+        self._inner(at, mlp, given, norm, s.act)
         self._into_residual(f"{at}.down", "down", s.act, mlp.down, layer.after_mlp, following)
 
-    def _gated(self, name: str, mlp: GatedMLP, given: Tensor, norm: InputNorm) -> None:
-        s, parts = self.step, _apart(mlp.gate_up, halved=not self._fusions.gated)
+    def _inner(self, at: str, mlp: GatedMLP | PlainMLP, given: Tensor, norm: InputNorm, out: Tensor) -> None:
+        """A feed-forward block up to its activation."""
+        if isinstance(mlp, GatedMLP):
+            self._gated(f"{at}.gate_up", mlp, given, norm, out)
+            return
+        act = {"epilogue": "act", "activation": mlp.activation}
+        self._product(f"{at}.up", "gate_up", given, mlp.up, out, norm=norm, **act)
+
+    def _gated(self, name: str, mlp: GatedMLP, given: Tensor, norm: InputNorm, out: Tensor) -> None:
+        parts, activation = _apart(mlp.gate_up, halved=not self._fusions.gated), mlp.activation
         if len(parts) == 1:
-            gated = {"epilogue": "gated", "activation": mlp.activation}
-            self._product(name, "gate_up", given, mlp.gate_up, s.act, norm=norm, **gated)
+            gated = {"epilogue": "gated", "activation": activation}
+            self._product(name, "gate_up", given, mlp.gate_up, out, norm=norm, **gated)
             return
         # Gate and up of different types: one after the other, the second multiplied into the first.
         gate, up = parts
-        self._product(
-            f"{name}.gate", "gate_up", given, gate, s.act, norm=norm, epilogue="act", activation=mlp.activation
-        )
-        self._product(f"{name}.up", "gate_up", given, up, s.act, norm=norm, epilogue="multiply")
+        into: dict[str, Any] = {"norm": norm, "activation": activation}
+        self._product(f"{name}.gate", "gate_up", given, gate, out, epilogue="act", **into)
+        self._product(f"{name}.up", "gate_up", given, up, out, epilogue="multiply", **into)
 
-    def _experts(self, number: int, mlp: Experts, given: Tensor, norm: InputNorm, following: Norm) -> None:
-        s, kernels, at = self.step, self._kernels, f"layer.{number}"
-        chosen = s.experts[number]
+    def _experts(
+        self, number: int, layer: Layer, mlp: Experts, given: Tensor, norm: InputNorm | None, following: Norm
+    ) -> None:
+        """What reads the residual stream comes before what adds to it: the shared block, then the sum of experts."""
+        s, kernels, at, shape = self.step, self._kernels, f"layer.{number}", mlp.experts
+        chosen, shared_share = s.experts[number], s.shared_share if shape.shared_gate else None
         self._product(f"{at}.router", "route", given, mlp.router, s.scores, norm=norm)
-        run = kernels.route(
-            s.scores, chosen, s.shares, self._n_rows, n_used=mlp.experts.n_used, renormalise=mlp.experts.renormalise
-        )
-        self._add(f"{at}.route", "route", run, ("scores",), ("experts", "shares"))
-        gate_up, down = flat(mlp.gate_up), flat(mlp.down)
-        run = kernels.experts_gate_up(
-            given, gate_up, s.expert_act, chosen, self._n_rows, norm=norm, activation=mlp.activation
-        )
-        reads = (self._name_of(given), "stats", "experts")
-        share = mlp.experts.n_used / mlp.experts.n_experts
+        how: dict[str, Any] = {"shape": shape, "bias": mlp.choice_bias, "shared": shared_share}
+        run = kernels.route(s.scores, chosen, s.shares, self._n_rows, **how)
+        self._add(f"{at}.route", "route", run, ("scores",), ("experts", "shares", "shared_share"))
+        if mlp.shared is not None:
+            assert norm is not None
+            self._inner(f"{at}.shared", mlp.shared, given, norm, s.shared_act)
+        if mlp.into_latent is not None:
+            self._product(f"{at}.into_latent", "gate_up", given, mlp.into_latent, s.latent, norm=norm)
+            given, norm = s.latent, None
+        gate_up, share = flat(mlp.gate_up), shape.n_used / shape.n_experts
+        into: dict[str, Any] = {"norm": norm, "bias": mlp.gate_up_bias, "gated": shape.gated}
+        into["activation"] = mlp.activation
+        run = kernels.experts_gate_up(given, gate_up, s.expert_act, chosen, self._n_rows, **into)
+        reads = (self._name_of(given), *(() if norm is None else ("stats",)), "experts")
         self._add(f"{at}.gate_up", "gate_up", run, reads, ("expert_act",), {f"{at}.gate_up": gate_up}, share)
-        left = {"stats": s.stats, "prepared": self._prepared(following)}
-        run = kernels.experts_down(s.expert_act, down, s.x, chosen, s.shares, self._n_rows, **left)
-        down_reads = ("expert_act", "experts", "shares", "x")
-        self._add(f"{at}.down", "down", run, down_reads, ("x", *self._beside_x), {f"{at}.down": down}, share)
+        if mlp.shared is not None:
+            self._shared_down(f"{at}.shared.down", mlp.shared, layer.after_mlp, shared_share)
+        self._experts_down(number, layer, mlp, share, following)
+
+    def _shared_down(self, name: str, mlp: GatedMLP | PlainMLP, after: Norm | None, share: Tensor | None) -> None:
+        """The first part of what experts give; no stats yet."""
+        s = self.step
+        out, epilogue = (s.x, "add") if after is None else (s.y, "store")
+        self._product(name, "down", s.shared_act, mlp.down, out, epilogue=epilogue, share=share)
+
+    def _experts_down(self, number: int, layer: Layer, mlp: Experts, share: float, following: Norm) -> None:
+        s, at, after = self.step, f"layer.{number}", layer.after_mlp
+        adds = after is None or mlp.shared is not None
+        out, stats, prepared = self._residual_or_y(after, following)
+        left: dict[str, Any] = {"epilogue": "add" if adds else "store", "stats": stats, "prepared": prepared}
+        writes = self._name_of(out)
+        reads, beside = ("expert_act", "experts", "shares"), (*self._beside_x, writes, "y_stats")
+        given = s.expert_act, flat(mlp.down)
+        if mlp.out_of_latent is None:
+            run = self._kernels.experts_down(*given, out, s.experts[number], s.shares, self._n_rows, bias=mlp.down_bias, **left)
+            self._add(f"{at}.down", "down", run, (*reads, writes), beside, {f"{at}.down": given[1]}, share)
+        else:
+            chosen = s.experts[number], s.shares, self._n_rows
+            run = self._kernels.experts_down(*given, s.latent_out, *chosen, bias=mlp.down_bias, epilogue="store")
+            self._add(f"{at}.down", "down", run, reads, ("latent_out",), {f"{at}.down": given[1]}, share)
+            self._product(f"{at}.out_of_latent", "down", s.latent_out, mlp.out_of_latent, out, **left)
+        if after is not None:
+            self._add_norm(f"{at}.down", after, following)
 
     def _into_residual(
         self, name: str, kind: str, given: Tensor, linear: Linear, after: Norm | None, following: Norm
     ) -> None:
         """Add to the residual stream, and leave what the norm that follows needs of it."""
+        out, stats, prepared = self._residual_or_y(after, following)
+        left = {"epilogue": "add" if after is None else "store", "stats": stats, "prepared": prepared}
+        self._product(name, kind, given, linear, out, **left)
+        if after is not None:
+            self._add_norm(name, after, following)
+
+    def _residual_or_y(self, after: Norm | None, following: Norm) -> tuple[Tensor, Tensor, PreparedInput | None]:
+        """Where the last product of a block writes, and what it leaves beside: the residual stream, or `y` where a norm
+        comes between."""
+        s = self.step
+        return (s.x, s.stats, self._prepared(following)) if after is None else (s.y, s.y_stats, None)
+
+    def _add_norm(self, name: str, after: Norm, following: Norm) -> None:
         s, prepared = self.step, self._prepared(following)
-        if after is None:
-            self._product(name, kind, given, linear, s.x, epilogue="add", stats=s.stats, prepared=prepared)
-            return
-        self._product(name, kind, given, linear, s.y, stats=s.y_stats)
         run = self._kernels.add_norm(
             s.x, s.y, s.y_stats, after.weight, after.eps, s.stats, self._rows, prepared=prepared
         )

@@ -166,6 +166,10 @@ def why_not_blocks(shape: Shape) -> str | None:
             "of recurrent blocks the native loop has those of mamba and mamba2",
         ),
         (shape.attention_gate, "the native loop has no gates on the output of attention"),
+        (
+            shape.experts is not None and (shape.experts.latent_width or 0) > shape.hidden,
+            "the native loop wants experts' latent space to be no wider than the model",
+        ),
     )
     return next((reason for lacks, reason in checks if lacks), None)
 
@@ -176,7 +180,9 @@ def _workspace_bytes(shape: Shape, settled: Settled, chunk_rows: int) -> int:
     heads = shape.n_heads * shape.head_width
     qkv = heads + 2 * shape.n_kv_heads * shape.head_width
     experts = shape.experts
-    n_used, ff = (1, shape.ff_width) if experts is None else (experts.n_used, max(shape.ff_width, experts.ff_width))
+    n_used, ff = 1, shape.ff_width
+    if experts is not None:
+        n_used, ff = experts.n_used, max(shape.ff_width, experts.ff_width, experts.shared_width)
     inner, recurrent_bytes = _recurrent_row(shape)
     widest = max(shape.hidden, heads, ff, inner)
     row_bytes = FLOAT_BYTES * (2 * shape.hidden + max(shape.hidden, heads, inner) + qkv + heads + 2 * n_used * ff)
@@ -184,6 +190,8 @@ def _workspace_bytes(shape: Shape, settled: Settled, chunk_rows: int) -> int:
     row_bytes += PREPARED_BYTES * widest
     if experts is not None:
         row_bytes += n_used * (FLOAT_BYTES * shape.hidden + PREPARED_BYTES * widest)
+        row_bytes += FLOAT_BYTES * (2 * experts.n_experts + (experts.latent_width or 0))
+        row_bytes += FLOAT_BYTES * shape.hidden if experts.shared_width else 0
     sampled = shape.vocab if shape.causal else 0
     return rows * row_bytes + (SAMPLER_BYTES * (settled.threads or 1) + FLOAT_BYTES) * sampled
 

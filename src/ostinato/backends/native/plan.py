@@ -42,7 +42,7 @@ from ostinato.models.blocks import (
     RecurrentLayer,
 )
 from ostinato.models.rope import Rope
-from ostinato.models.shape import Shape
+from ostinato.models.shape import ExpertGroups, ExpertShape, Shape
 from ostinato.options import Activations
 
 LANES: Final = 16
@@ -92,8 +92,8 @@ class _Layer(Structure):
         *((name, _Norm) for name in ("attention_norm", "after_attention", "attention_post_norm")),
         *((name, _Norm) for name in ("mlp_norm", "after_mlp", "mlp_post_norm", "q_norm", "k_norm")),
         *((name, _Product) for name in ("qkv", "out", "gate_up", "down", "router")),
-        ("experts", c_void_p),
-        ("mixer", c_void_p),
+        *((name, _Product) for name in ("shared_gate_up", "shared_down", "into_latent", "out_of_latent")),
+        *((name, c_void_p) for name in ("experts", "choice_bias", "mixer")),
         ("cache", _Cache),
         *((name, c_int) for name in ("window", "rope", "ff_width", "group", "gated", "attends", "has_mlp")),
         ("attention_scale", c_float),
@@ -102,6 +102,32 @@ class _Layer(Structure):
 
 class _Rope(Structure):
     _fields_ = (("frequencies", c_void_p), ("half", c_int), ("neighbours", c_int), ("amplitude", c_float))
+
+
+class RouterStruct(Structure):
+    _fields_ = (
+        *((name, c_int) for name in ("n_experts", "n_scores", "n_used", "sigmoid")),
+        *((name, c_int) for name in ("by_score", "renormalise", "n_groups", "groups_used", "n_best")),
+        ("share_scale", c_float),
+    )
+
+    @staticmethod
+    def of(experts: ExpertShape | None) -> RouterStruct:
+        if experts is None:
+            return RouterStruct()
+        groups = experts.groups or ExpertGroups(1, 1, 1)
+        return RouterStruct(
+            experts.n_experts,
+            experts.n_scores,
+            experts.n_used,
+            experts.scoring == "sigmoid",
+            experts.by_score,
+            experts.renormalise,
+            groups.n_groups,
+            groups.n_used,
+            groups.n_best,
+            experts.share_scale,
+        )
 
 
 class PartStruct(Structure):
@@ -135,8 +161,11 @@ class _Plan(Structure):
         ("head", _Product),
         *((name, c_void_p) for name in ("logits", "last", "scratch")),
         *((name, c_int) for name in ("n_layers", "n_ropes", "hidden", "n_heads", "n_kv_heads", "head_width")),
-        *((name, c_int) for name in ("widest_ff", "n_experts", "n_used", "renormalise", "activation", "kept", "wide")),
-        *((name, c_int) for name in ("n_threads", "n_slots", "max_pages", "most_rows", "n_tokens", "wake", "causal")),
+        *((name, c_int) for name in ("widest_ff", "shared_width", "shared_gate", "latent_width")),
+        *((name, c_int) for name in ("activation", "kept", "wide")),
+        *((name, c_int) for name in ("n_threads", "n_slots", "max_pages", "most_rows", "n_tokens", "wake")),
+        ("router", RouterStruct),
+        ("causal", c_int),
         *((name, c_float) for name in ("eps", "query_scale", "attention_softcap", "logit_softcap", "embedding_scale")),
     )
 
@@ -259,10 +288,11 @@ class NativeStep:
             n_heads=shape.n_heads,
             n_kv_heads=shape.n_kv_heads,
             head_width=shape.head_width,
-            widest_ff=max(shape.ff_width, 0 if experts is None else experts.ff_width),
-            n_experts=0 if experts is None else experts.n_experts,
-            n_used=0 if experts is None else experts.n_used,
-            renormalise=0 if experts is None else experts.renormalise,
+            widest_ff=max(shape.ff_width, *((0,) if experts is None else (experts.ff_width, experts.shared_width))),
+            shared_width=0 if experts is None else experts.shared_width,
+            shared_gate=experts is not None and experts.shared_gate,
+            latent_width=0 if experts is None else experts.latent_width or 0,
+            router=RouterStruct.of(experts),
             activation=_ACTIVATIONS[shape.activation],
             kept=list(KV_TYPES).index(memory.kv_type),
             wide=wide,
@@ -361,25 +391,35 @@ class NativeStep:
         out.mixer = self._kept.structs(_Mixer, [made])
 
     def _set_mlp(self, out: _Layer, mlp: MLP, shape: Shape) -> None:
-        out.has_mlp, out.gated = True, not isinstance(mlp, PlainMLP)
-        if isinstance(mlp, PlainMLP):
-            out.ff_width = shape.ff_width
-            out.gate_up, out.down = self._product(mlp.up), self._product(mlp.down)
-        elif isinstance(mlp, GatedMLP):
-            out.ff_width = shape.ff_width
-            out.gate_up, out.down = self._inner(mlp.gate_up), self._product(mlp.down)
-        elif isinstance(mlp, Experts) and isinstance(mlp.gate_up, tuple) and isinstance(mlp.down, tuple):
-            out.ff_width = mlp.experts.ff_width
-            out.router = self._product(mlp.router)
-            both = zip(mlp.gate_up, mlp.down, strict=True)
-            parts = [
-                product for gate_up, down in both for product in (self._inner(Linear(gate_up, None)), self._of(down))
-            ]
-            out.experts = self._kept.structs(_Product, parts)
-        else:
-            raise InternalError(
-                f"the native loop was given a feed-forward block of {shape.family} that it does not know"
-            )
+        out.has_mlp = True
+        if isinstance(mlp, Experts):
+            self._set_experts(out, mlp, shape)
+            return
+        out.ff_width, out.gated = shape.ff_width, isinstance(mlp, GatedMLP)
+        out.gate_up, out.down = self._feed_forward(mlp)
+
+    def _feed_forward(self, mlp: GatedMLP | PlainMLP) -> tuple[_Product, _Product]:
+        if isinstance(mlp, GatedMLP):
+            return self._inner(mlp.gate_up), self._product(mlp.down)
+        return self._product(mlp.up), self._product(mlp.down)
+
+    def _set_experts(self, out: _Layer, mlp: Experts, shape: Shape) -> None:
+        if not isinstance(mlp.gate_up, tuple) or not isinstance(mlp.down, tuple):
+            raise InternalError(f"the native loop was given experts of {shape.family} in one matrix")
+        out.ff_width, out.gated = mlp.experts.ff_width, mlp.experts.gated
+        out.router, out.choice_bias = self._product(mlp.router), self._table(mlp.choice_bias)
+        nothing = [None] * mlp.experts.n_experts
+        into_biases = nothing if mlp.gate_up_bias is None else mlp.gate_up_bias
+        out_biases = nothing if mlp.down_bias is None else mlp.down_bias
+        into = self._inner if mlp.experts.gated else self._product
+        parts = []
+        for gate_up, down, into_bias, out_bias in zip(mlp.gate_up, mlp.down, into_biases, out_biases, strict=True):
+            parts += [into(Linear(gate_up, into_bias)), self._of(down, out_bias)]
+        out.experts = self._kept.structs(_Product, parts)
+        if mlp.shared is not None:
+            out.shared_gate_up, out.shared_down = self._feed_forward(mlp.shared)
+        if mlp.into_latent is not None and mlp.out_of_latent is not None:
+            out.into_latent, out.out_of_latent = self._product(mlp.into_latent), self._product(mlp.out_of_latent)
 
     def _norm(self, norm: Norm | None) -> _Norm:
         if norm is None:
@@ -418,7 +458,7 @@ def chunk_rows(shape: Shape, context: int) -> int:
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     """The library with its return types declared, checked to have the same struct sizes as these classes."""
     library.ostinato_scratch_bytes.restype, library.ostinato_open.restype = c_uint64, c_void_p
-    ours = [sizeof(kind) for kind in (_Plan, _Layer, _Product, _Mixer, _Rope, PartStruct, OutputsStruct)]
+    ours = [sizeof(kind) for kind in (_Plan, _Layer, _Product, _Mixer, _Rope, PartStruct, OutputsStruct, RouterStruct)]
     if [library.ostinato_plan_bytes(which) for which in range(len(ours))] != ours:
         raise InternalError("the native library has another idea of a plan than backends/native/plan.py")
     return library

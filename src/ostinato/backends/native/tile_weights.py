@@ -20,7 +20,16 @@ from ostinato.backends.weights import Stack
 from ostinato.errors import InternalError
 from ostinato.files.quants import BLOCKS, check_readable, dequantize
 from ostinato.models.blocks import LoadedModel, ModelBlocks, with_leaves
-from ostinato.models.tensors import Constant, ExpertMatrices, Matrices, Reference, StackedTensors, TensorTable, is_whole
+from ostinato.models.tensors import (
+    Constant,
+    ExpertBiases,
+    ExpertMatrices,
+    Matrices,
+    Reference,
+    StackedTensors,
+    TensorTable,
+    is_whole,
+)
 from ostinato.options import Activations
 
 if TYPE_CHECKING:
@@ -72,6 +81,8 @@ class TileLoader:
                 return np.repeat(np.array(reference.values, np.float32), reference.sizes)
             case ExpertMatrices():
                 return self._experts(reference)
+            case ExpertBiases():
+                return self._expert_biases(reference)
             case Matrices():
                 return self._stack(reference)
             case StackedTensors():
@@ -100,6 +111,13 @@ class TileLoader:
             start += shape[0]
         return out
 
+    def _expert_biases(self, reference: ExpertBiases) -> NDArray[np.float32]:
+        """An expert's parts side by side."""
+        out, width = np.empty(reference.shape, np.float32), reference.width
+        for number, name in enumerate(reference.names):
+            self._arrays.append((name, out[:, number * width : (number + 1) * width]))
+        return out
+
     def _stack(self, reference: Matrices) -> TileMatrix | Stack:
         """One matrix for each tensor; two for one that is halves, because the second would begin inside of a tile."""
         if reference.halves:
@@ -110,6 +128,11 @@ class TileLoader:
 
     def _experts(self, reference: ExpertMatrices) -> tuple[TileMatrix | Stack, ...]:
         """Every expert by itself: the native loop multiplies with those that a row was sent to."""
+        n = reference.n_experts
+        if reference.halves:
+            ((name,),), (rows, cols) = reference.parts, reference.size
+            halves = [[self._rows(name, rows // 2, cols, e * rows + h * rows // 2) for h in (0, 1)] for e in range(n)]
+            return tuple(Stack(tuple(own)) for own in halves)
         parts = [self._of_experts(names, reference) for names in reference.parts]
         return tuple(own[0] if len(own) == 1 else Stack(own) for own in zip(*parts, strict=True))
 

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from ostinato.backends.compare import Difference
 from ostinato.backends.torch.model import Model
+from ostinato.backends.torch.ops.experts import choice_torch, probabilities_torch, shares_torch
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.errors import InternalError
 from ostinato.files.unpack import Floats
 from ostinato.loop.plan import Buffer
 from ostinato.models.blocks import Experts, Layer, LoadedModel
+from ostinato.models.shape import ExpertShape
 
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -129,13 +131,14 @@ class RouteJudge:
             [i for i, layer in enumerate(model.layers) if isinstance(layer, Layer) and isinstance(layer.mlp, Experts)]
         )  # the order in which the layers call `route`
 
-        def route(scores: Tensor, n_used: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        def route(scores: Tensor, experts: ExpertShape, bias: Tensor | None) -> tuple[Tensor, Tensor]:
             number = next(numbers)
             asked = self.routes[number].to(scores.device)
-            chosen = asked.clamp(0, scores.shape[-1] - 1)  # `_judge` reports ids that are no expert
-            self._judge(number, scores.float(), asked, chosen, n_used)
-            shares = scores.float().softmax(-1).gather(-1, chosen)
-            return (shares / shares.sum(-1, keepdim=True) if renormalise else shares), chosen
+            chosen = asked.clamp(0, experts.n_experts - 1)  # `_judge` reports ids that are no expert
+            probabilities = probabilities_torch(scores, experts)
+            judged = choice_torch(scores, probabilities, experts, bias)
+            self._judge(number, _of_used_groups(judged, chosen, experts), asked, chosen, experts.n_used)
+            return shares_torch(probabilities, chosen, experts), chosen
 
         return replace(model, ops=replace(model.ops, route=route))
 
@@ -145,7 +148,8 @@ class RouteJudge:
         taken = torch.zeros_like(scores).scatter_(-1, chosen, 1.0) > 0
         least = scores.masked_fill(~taken, torch.inf).amin(-1)
         most = scores.masked_fill(taken, -torch.inf).amax(-1)
-        behind = ((most - least) / scores.square().mean(-1).sqrt().clamp(min=1e-30)).clamp(min=0.0)
+        size = scores.masked_fill(scores.isneginf(), 0.0).square().mean(-1).sqrt()
+        behind = ((most - least) / size.clamp(min=1e-30)).clamp(min=0.0)
         self.n_ties += int((behind > 0).sum())
         self.widest = max(self.widest, float(behind.max()))
         unheard = (asked != chosen).any(-1) | (taken.sum(-1) != n_used)  # an id that is no expert, or one expert twice
@@ -155,3 +159,12 @@ class RouteJudge:
             best = scores[place].topk(n_used).indices.sort().values.tolist()
             found = f"{asked[place].tolist()}, {float(behind[place]):.3g} of the scores' size behind"
             self.difference = Difference(f"layer.{number}.route", "experts", (place,), str(best), found)
+
+
+def _of_used_groups(scores: Tensor, chosen: Tensor, experts: ExpertShape) -> Tensor:
+    """The scores, -inf in groups of which no expert was chosen: a row's choice is judged among the others."""
+    if experts.groups is None:
+        return scores
+    size = experts.n_experts // experts.groups.n_groups
+    used = torch.zeros_like(scores[:, ::size], dtype=torch.bool).scatter_(-1, chosen // size, True)
+    return scores.masked_fill(~used.repeat_interleave(size, -1), -torch.inf)

@@ -81,9 +81,21 @@ def through_mlp(ops: Ops, mlp: MLP, x: Tensor) -> Tensor:
         case PlainMLP():
             return through_linear(ops, mlp.down, ops.activate(through_linear(ops, mlp.up, x), mlp.activation))
         case Experts():
-            scores = through_linear(ops, mlp.router, x)
-            weights, chosen = ops.route(scores, mlp.experts.n_used, mlp.experts.renormalise)
-            return ops.experts(x, mlp.gate_up, mlp.down, weights, chosen, mlp.activation)
+            return _through_experts(ops, mlp, x)
+
+
+def _through_experts(ops: Ops, mlp: Experts, x: Tensor) -> Tensor:
+    shape = mlp.experts
+    scores = through_linear(ops, mlp.router, x)
+    shares, chosen = ops.route(scores, shape, mlp.choice_bias)
+    given = x if mlp.into_latent is None else through_linear(ops, mlp.into_latent, x)
+    biases = {"gate_up_bias": mlp.gate_up_bias, "down_bias": mlp.down_bias}
+    y = ops.experts(given, mlp.gate_up, mlp.down, shares, chosen, mlp.activation, gated=shape.gated, **biases)
+    y = y if mlp.out_of_latent is None else through_linear(ops, mlp.out_of_latent, y)
+    if mlp.shared is None:
+        return y
+    beside = through_mlp(ops, mlp.shared, x)
+    return y + (beside * scores[:, -1:].float().sigmoid().to(x.dtype) if shape.shared_gate else beside)
 
 
 def ranked(ops: Ops, head: RankingHead, pooled: Tensor) -> Tensor:

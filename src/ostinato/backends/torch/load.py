@@ -23,7 +23,16 @@ from ostinato.backends.torch.weight import Weight
 from ostinato.errors import InternalError
 from ostinato.files.checkpoint import holds_as_it_is
 from ostinato.models.blocks import ModelBlocks, with_leaves
-from ostinato.models.tensors import Constant, ExpertMatrices, Matrices, Reference, StackedTensors, TensorTable, is_whole
+from ostinato.models.tensors import (
+    Constant,
+    ExpertBiases,
+    ExpertMatrices,
+    Matrices,
+    Reference,
+    StackedTensors,
+    TensorTable,
+    is_whole,
+)
 
 
 class DenseLoader:
@@ -43,6 +52,8 @@ class DenseLoader:
                 return constant(reference, self.dtype, self.device)
             case ExpertMatrices():
                 return self.experts(reference)
+            case ExpertBiases():
+                return self.expert_biases(reference)
             case Matrices():
                 return self.matrices(reference)
             case StackedTensors():
@@ -68,6 +79,13 @@ class DenseLoader:
         whole = self.allocate(reference.shape, self.dtype, self.device)
         for number, names in enumerate(reference.parts):
             self.into_experts(names, whole[:, number * rows : (number + 1) * rows])
+        return whole
+
+    def expert_biases(self, reference: ExpertBiases) -> Tensor:
+        """An expert's parts side by side: float32 [n_experts, parts * width]."""
+        whole, width = self.allocate(reference.shape, torch.float32, self.device), reference.width
+        for number, name in enumerate(reference.names):
+            self.into(name, whole[:, number * width : (number + 1) * width])
         return whole
 
     def into_experts(self, names: Sequence[str], out: Tensor) -> None:

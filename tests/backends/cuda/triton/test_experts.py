@@ -11,6 +11,7 @@ from ostinato.backends.cuda.triton.tiles import Tile
 from ostinato.backends.torch.ops.matmul import experts_down_torch, experts_gate_up_torch, n_stats, route_rows_torch
 from ostinato.backends.weights import Stack
 from ostinato.errors import BadPointer, InternalError
+from ostinato.models.shape import ExpertShape
 from tests.backends.cuda.triton.test_matmul import CLOSE, NAN, TYPES, columns_of, noise, rows_of, weight_of
 
 N_SLOTS, LIVE, N_EXPERTS, N_USED = 3, 2, 3, 2
@@ -32,7 +33,7 @@ def test_routing_takes_the_highest_scores_in_order_of_the_experts(renormalise: b
     results = []
     for run in (bind_route, None):
         experts, weights = torch.full((5, 3), -1, dtype=torch.int32), torch.full((5, 3), NAN)
-        more: dict[str, Any] = {"n_used": 3, "renormalise": renormalise}
+        more: dict[str, Any] = {"shape": ExpertShape(6, 3, 1, renormalise)}
         if run is None:
             route_rows_torch(scores, experts, weights, live, **more)
         else:
@@ -46,7 +47,7 @@ def test_scores_that_are_no_numbers_still_choose_experts_that_exist() -> None:
     scores = torch.tensor([[NAN] * 5, [1.0, NAN, float("inf"), 1.0, 1.0]])
     experts, weights = torch.full((2, 3), -1, dtype=torch.int32), torch.zeros(2, 3)
     live = torch.tensor([2], dtype=torch.int32)
-    bind_route(scores, experts, weights, live, n_used=3, renormalise=False)()
+    bind_route(scores, experts, weights, live, shape=ExpertShape(5, 3, 1, renormalise=False))()
     assert experts.tolist() == [[0, 1, 2], [0, 2, 3]]
 
 

@@ -33,50 +33,108 @@ from ostinato.backends.cuda.triton.matmul import (
     out_arguments,
     product,
     put,
+    sigmoid,
     weight_arguments,
 )
 from ostinato.backends.cuda.triton.tiles import Given, Tile, fitted, tile_for
 from ostinato.backends.machine import TUNED, Chip
+from ostinato.backends.torch.ops.experts import LEAST_SUM
 from ostinato.backends.torch.ops.matmul import InputNorm, PreparedInput
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import InternalError
-from ostinato.models.shape import Activation
+from ostinato.models.shape import Activation, ExpertGroups, ExpertShape
 
 ROWS: Final = 8  # of a tile, in which one row stands alone
 
 
 @triton.jit
-def route_kernel(
-    score_ptr, expert_ptr, share_ptr, n_rows_ptr, N_EXPERTS: tl.constexpr, WIDE: tl.constexpr, N_USED: tl.constexpr,
-    RENORMALISE: tl.constexpr,
+def first_largest(x, i, N: tl.constexpr):
+    """Which of x [n], numbered i, are the N largest, the first among equals; what must not be chosen is -inf."""
+    chosen = i < 0
+    for _ in tl.static_range(N):
+        best = i == tl.argmax(x, 0, tie_break_left=True)
+        chosen = chosen | best
+        x = tl.where(best, float("-inf"), x)
+    return chosen
+
+
+@triton.jit
+def number_or(x, least):
+    """x, or `least` where it is no number or lower than that."""
+    return tl.maximum(tl.where(x == x, x, least), least)
+
+
+@triton.jit
+def best_groups(choice, GROUPS: tl.constexpr, GROUPS_WIDE: tl.constexpr, SIZE_WIDE: tl.constexpr,
+    GROUPS_USED: tl.constexpr, N_BEST: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: the N_USED experts of the highest scores, the lower id first among equals, in order of id."""
+    """The choice [GROUPS_WIDE * SIZE_WIDE], -inf outside of the groups whose N_BEST highest together are highest."""
+    by_group = tl.reshape(choice, (GROUPS_WIDE, SIZE_WIDE))
+    left = by_group
+    strength = tl.zeros((GROUPS_WIDE,), tl.float32)
+    place = tl.arange(0, SIZE_WIDE)[None, :]
+    for _ in tl.static_range(N_BEST):
+        strength += tl.max(left, 1)
+        left = tl.where(place == tl.argmax(left, 1, tie_break_left=True)[:, None], float("-inf"), left)
+    group = tl.arange(0, GROUPS_WIDE)
+    best = first_largest(tl.where(group < GROUPS, strength, float("-inf")), group, GROUPS_USED)
+    return tl.reshape(tl.where(best[:, None], by_group, float("-inf")), (GROUPS_WIDE * SIZE_WIDE,))
+
+
+@triton.jit
+def route_kernel(
+    score_ptr, bias_ptr, expert_ptr, share_ptr, shared_ptr, n_rows_ptr, scale,
+    N_SCORES: tl.constexpr, N_EXPERTS: tl.constexpr, N_USED: tl.constexpr, SIGMOID: tl.constexpr,
+    BY_SCORE: tl.constexpr, RENORMALISE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_WIDE: tl.constexpr, SIZE_WIDE: tl.constexpr,
+    GROUPS_USED: tl.constexpr, N_BEST: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """One program a row: its N_USED experts, in order of id, and how much it takes of each. Lane i has expert `e`:
+    groups begin at multiples of SIZE_WIDE."""
     row = tl.program_id(0)
     if row >= tl.load(n_rows_ptr):
         return
-    i = tl.arange(0, WIDE)
-    there = i < N_EXPERTS
-    scores = tl.load(score_ptr + row * N_EXPERTS + i, mask=there, other=0.0)
+    SIZE: tl.constexpr = N_EXPERTS // GROUPS
+    i = tl.arange(0, GROUPS_WIDE * SIZE_WIDE)
+    e = i // SIZE_WIDE * SIZE + i % SIZE_WIDE
+    there = (i // SIZE_WIDE < GROUPS) & (i % SIZE_WIDE < SIZE)
+    scores = tl.load(score_ptr + row * N_SCORES + e, mask=there, other=0.0)
     # Whatever the scores are, exactly N_USED ids come out, each an expert that there is.
-    scores = tl.minimum(tl.maximum(tl.where(scores == scores, scores, -1e38), -1e38), 1e38)
-    mine, other = scores[:, None], scores[None, :]
-    before = ((other > mine) | ((other == mine) & (i[None, :] < i[:, None]))) & there[None, :]
-    chosen = (tl.sum(before.to(tl.int32), 1) < N_USED) & there
-    peak = tl.max(tl.where(there, scores, -1e38), 0)
-    exponents = tl.where(there, tl.exp(tl.clamp(scores - peak, -200.0, 0.0)), 0.0)
-    share = exponents / tl.sum(exponents, 0)
+    scores = tl.minimum(number_or(scores, -1e38), 1e38)
+    if SIGMOID:
+        share = sigmoid(scores)
+    else:
+        peak = tl.max(tl.where(there, scores, -1e38), 0)
+        exponents = tl.where(there, tl.exp(tl.clamp(scores - peak, -200.0, 0.0)), 0.0)
+        share = exponents / tl.sum(exponents, 0)
+    choice = scores if BY_SCORE else share
+    if bias_ptr is not None:
+        choice = number_or(share + tl.load(bias_ptr + e, mask=there, other=0.0), -1e38)
+    choice = tl.where(there, choice, float("-inf"))
+    if GROUPS > 1:
+        choice = best_groups(choice, GROUPS, GROUPS_WIDE, SIZE_WIDE, GROUPS_USED, N_BEST)
+    chosen = first_largest(choice, i, N_USED)
     if RENORMALISE:
-        share = share / tl.sum(tl.where(chosen, share, 0.0), 0)
+        share = share / tl.maximum(tl.sum(tl.where(chosen, share, 0.0), 0), LEAST)
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(expert_ptr + row * N_USED + place, i, mask=chosen)
-    tl.store(share_ptr + row * N_USED + place, share, mask=chosen)
+    tl.store(expert_ptr + row * N_USED + place, e, mask=chosen)
+    tl.store(share_ptr + row * N_USED + place, share * scale, mask=chosen)
+    if shared_ptr is not None:
+        tl.store(shared_ptr + row, sigmoid(tl.load(score_ptr + row * N_SCORES + N_EXPERTS)))
+
+
+@triton.jit
+def add_bias(acc, bias_ptr, expert, n, first, N: tl.constexpr, STRIDE: tl.constexpr):
+    """acc [BLOCK_N, ROWS] plus outputs `first` + n of an expert's bias."""
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + expert * STRIDE + first + n, mask=n < N, other=0.0)[:, None]
+    return acc
 
 
 @triton.jit
 def experts_gate_up_kernel(
     x_ptr, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr, out_ptr, expert_ptr, n_rows_ptr,
-    stats_in_ptr, norm_weight_ptr, norm_bias_ptr, eps,
+    stats_in_ptr, norm_weight_ptr, norm_bias_ptr, eps, bias_ptr, BIAS_FIRST: tl.constexpr, BIAS_STRIDE: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, N_USED: tl.constexpr, K_STATS: tl.constexpr, STATS_WIDE: tl.constexpr,
     NORM: tl.constexpr, EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, W: tl.constexpr,
     RUN: tl.constexpr, ASM: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
@@ -111,11 +169,11 @@ def experts_gate_up_kernel(
     if NORM > NO_NORM and NORM < LAYER:
         acc *= root[None, :]
         second *= root[None, :]
-    v = acc
+    v = add_bias(acc, bias_ptr, expert, n, BIAS_FIRST, N, BIAS_STRIDE)
     if TWO:
-        v = activate(acc, ACTIVATION) * second
+        v = activate(v, ACTIVATION) * add_bias(second, bias_ptr, expert, n, N, N, BIAS_STRIDE)
     elif EPILOGUE == ACT:
-        v = activate(acc, ACTIVATION)
+        v = activate(v, ACTIVATION)
     put(
         v, out_ptr, None, None, None, place + tl.arange(0, ROWS), alone, n, 0, N, N, 1, BLOCK_N, ROWS, EPILOGUE,
     )  # fmt: skip
@@ -124,7 +182,7 @@ def experts_gate_up_kernel(
 @triton.jit
 def experts_down_kernel(
     x_ptr, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr, out_ptr, expert_ptr, share_ptr, n_rows_ptr,
-    stats_ptr, prepared_ptr, prepared_weight_ptr,
+    stats_ptr, prepared_ptr, prepared_weight_ptr, bias_ptr,
     N: tl.constexpr, K: tl.constexpr, N_USED: tl.constexpr, N_STATS: tl.constexpr, EPILOGUE: tl.constexpr,
     TYPE: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr, NARROW: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
@@ -140,13 +198,14 @@ def experts_down_kernel(
     total = tl.zeros((BLOCK_N, ROWS), tl.float32)
     for j in range(N_USED):
         place = row * N_USED + j
-        n_expert = tl.load(expert_ptr + place) * N + inside
+        expert = tl.load(expert_ptr + place)
+        n_expert = expert * N + inside
         acc, _second = product(
             x_ptr, None, None, place, place + 1, nothing, nothing, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr,
             n_expert, n_expert, 0, K, NO_NORM, False, BLOCK_N, BLOCK_K, SLICES, 1, ROWS, TYPE, W, RUN, STAGES, ASM,
             False, NARROW, PRECISION, False,
         )  # fmt: skip
-        total += acc * tl.load(share_ptr + place)
+        total += add_bias(acc, bias_ptr, expert, n, 0, N, N) * tl.load(share_ptr + place)
     rows = row + tl.arange(0, ROWS)
     put(
         total, out_ptr, stats_ptr, prepared_ptr, prepared_weight_ptr, rows, rows == row, n, n_tile * BLOCK_N, N, N,
@@ -155,16 +214,34 @@ def experts_down_kernel(
 
 
 def bind_route(
-    scores: Tensor, experts: Tensor, weights: Tensor, n_rows: Tensor, *, n_used: int, renormalise: bool
+    scores: Tensor,
+    experts: Tensor,
+    shares: Tensor,
+    n_rows: Tensor,
+    *,
+    shape: ExpertShape,
+    bias: Tensor | None = None,
+    shared: Tensor | None = None,
 ) -> TritonLaunch:
     """Which experts each row goes to, as one call without arguments; what it computes is `route_rows_torch`."""
-    device, (n_slots, n_experts) = scores.device, scores.shape
-    checked("scores", scores, dtype=torch.float32, shape=(1, n_experts), device=device)
-    if not 1 <= n_used <= n_experts:
-        raise InternalError(f"{n_used} of {n_experts} experts cannot be chosen")
-    given = _chosen(experts, weights, n_rows, n_slots, n_used, device) | {
-        **{"score_ptr": scores, "N_EXPERTS": n_experts, "WIDE": triton.next_power_of_2(n_experts)},
-        "RENORMALISE": renormalise,
+    device, n_slots, n, n_used = scores.device, len(scores), shape.n_experts, shape.n_used
+    checked("scores", scores, dtype=torch.float32, shape=(1, shape.n_scores), device=device)
+    groups = shape.groups or ExpertGroups(1, 1, 1)
+    if n % groups.n_groups or not 1 <= n_used <= n // groups.n_groups * groups.n_used:
+        raise InternalError(f"{n_used} of {n} experts in {groups.n_groups} groups cannot be chosen")
+    if bias is not None:
+        checked("bias", bias, dtype=torch.float32, shape=(n,), device=device)
+    if shared is not None:
+        checked("shared", shared, dtype=torch.float32, shape=(n_slots,), device=device)
+    wide = {"GROUPS_WIDE": groups.n_groups, "SIZE_WIDE": n // groups.n_groups}
+    chosen = _chosen(experts, shares, n_rows, n_slots, n_used, device)
+    given = {name: value for name, value in chosen.items() if name != "ROWS"} | {
+        **{"score_ptr": scores, "bias_ptr": bias, "shared_ptr": shared, "scale": float(shape.share_scale)},
+        **{"N_SCORES": shape.n_scores, "N_EXPERTS": n, "SIGMOID": shape.scoring == "sigmoid"},
+        "BY_SCORE": shape.by_score,
+        **{"RENORMALISE": shape.renormalise, "LEAST": LEAST_SUM, "GROUPS": groups.n_groups},
+        **{name: triton.next_power_of_2(size) for name, size in wide.items()},
+        **{"GROUPS_USED": groups.n_used, "N_BEST": groups.n_best},
     }
     return TritonLaunch.of(route_kernel, (n_slots,), given, **options_of(Tile(0, 0)))
 
@@ -177,6 +254,8 @@ def bind_experts_gate_up(
     n_rows: Tensor,
     *,
     norm: InputNorm | None = None,
+    bias: Tensor | None = None,
+    gated: bool = True,
     activation: Activation,
     tile: Tile | None = None,
     chip: Chip = TUNED,
@@ -187,9 +266,14 @@ def bind_experts_gate_up(
     """
     device, n_slots, (_, n_used, n) = x.device, len(x), out.shape
     checked("out", out, dtype=EITHER, shape=(n_slots, n_used, n), device=device)
-    shared = _chosen(experts, None, n_rows, n_slots, n_used, device) | {"ACTIVATION": ACTIVATIONS[activation]}
+    stride = (1 + gated) * n
+    if bias is not None:
+        checked("bias", bias, dtype=torch.float32, shape=(1, stride), device=device)
+    shared = _chosen(experts, None, n_rows, n_slots, n_used, device) | {
+        **{"ACTIVATION": ACTIVATIONS[activation], "bias_ptr": bias, "BIAS_STRIDE": stride},
+    }
 
-    def bound(part: Tensor | Packed, epilogue: Literal["gated", "act", "multiply"]) -> TritonLaunch:
+    def bound(part: Tensor | Packed, epilogue: Literal["gated", "act", "multiply"], first: int = 0) -> TritonLaunch:
         n_outputs, k = shape_of(part)
         if n_outputs % (2 * n if epilogue == "gated" else n):
             raise InternalError(f"{n_outputs} rows of experts are not whole {epilogue} matrices of {n} outputs")
@@ -200,17 +284,17 @@ def bind_experts_gate_up(
             **norm_arguments(norm, n_slots, k, device),
             **weight_arguments(part, device),
             **cut_arguments(part, cut, device, chip),
-            **{"out_ptr": out, "N": n, "K": k, "EPILOGUE": EPILOGUES[epilogue]},
+            **{"out_ptr": out, "N": n, "K": k, "EPILOGUE": EPILOGUES[epilogue], "BIAS_FIRST": first},
         }
         grid = (n_slots * n_used, triton.cdiv(n, cut.block_n))
         return TritonLaunch.of(experts_gate_up_kernel, grid, given, **options_of(cut))
 
     if not isinstance(weight, Stack):
-        return bound(for_a_gpu(weight), "gated")
-    if len(weight.parts) != 2:
+        return bound(for_a_gpu(weight), "gated" if gated else "act")
+    if len(weight.parts) != 2 or not gated:
         raise InternalError(f"a stack of experts is (gate, up), not {len(weight.parts)} parts")
     gate, up = map(for_a_gpu, weight.parts)
-    return Launches((bound(gate, "act"), bound(up, "multiply")))
+    return Launches((bound(gate, "act"), bound(up, "multiply", n)))
 
 
 def bind_experts_down(
@@ -218,10 +302,11 @@ def bind_experts_down(
     weight: Tensor | Packed,
     out: Tensor,
     experts: Tensor,
-    weights: Tensor,
+    shares: Tensor,
     n_rows: Tensor,
     *,
     epilogue: Literal["store", "add"] = "add",
+    bias: Tensor | None = None,
     stats: Tensor | None = None,
     prepared: PreparedInput | None = None,
     tile: Tile | None = None,
@@ -233,12 +318,14 @@ def bind_experts_down(
     if n_outputs % n:
         raise InternalError(f"{n_outputs} rows of experts are not whole matrices of {n}")
     cut = _alone(fitted(tile_for(weight), weight, "store", Given.of(ROWS, x), chip) if tile is None else tile)
-    given = _chosen(experts, weights, n_rows, n_slots, n_used, device) | {
+    if bias is not None:
+        checked("bias", bias, dtype=torch.float32, shape=(1, n), device=device)
+    given = _chosen(experts, shares, n_rows, n_slots, n_used, device) | {
         "x_ptr": checked("x", x, dtype=EITHER, shape=(1, n_used, columns), device=device),
         **weight_arguments(weight, device),
         **cut_arguments(weight, cut, device, chip),
         **out_arguments(out, stats, prepared, n_slots, n, device),
-        **{"N": n, "K": k, "EPILOGUE": EPILOGUES[epilogue]},
+        **{"N": n, "K": k, "EPILOGUE": EPILOGUES[epilogue], "bias_ptr": bias},
     }
     return TritonLaunch.of(experts_down_kernel, (n_slots, triton.cdiv(n, cut.block_n)), given, **options_of(cut))
 
@@ -249,7 +336,7 @@ def _chosen(
     """Which experts each row goes to and how much of each it takes; a row stands alone in a tile of eight."""
     checked("experts", experts, dtype=torch.int32, shape=(n_slots, n_used), device=device)
     if shares is not None:
-        checked("weights", shares, dtype=torch.float32, shape=(n_slots, n_used), device=device)
+        checked("shares", shares, dtype=torch.float32, shape=(n_slots, n_used), device=device)
     checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device)
     return {"expert_ptr": experts, "n_rows_ptr": n_rows, "share_ptr": shares, "N_USED": n_used, "ROWS": ROWS}
 

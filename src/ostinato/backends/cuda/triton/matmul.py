@@ -237,8 +237,8 @@ def over_slices(acc, SLICES: tl.constexpr):
 
 
 @triton.jit
-def finished(v, n, first, bias_ptr, scale_ptr, scale, softcap, N: tl.constexpr):
-    """Bias, scale and soft cap of v [BLOCK_N, ROWS], whose outputs are first + n."""
+def finished(v, n, first, bias_ptr, scale_ptr, scale, share_ptr, rows, row_ok, softcap, N: tl.constexpr):
+    """Bias, scales and soft cap of v [BLOCK_N, ROWS], whose outputs are first + n."""
     ok = n < N
     if bias_ptr is not None:
         v += tl.load(bias_ptr + first + n, mask=ok, other=0.0).to(tl.float32)[:, None]
@@ -246,6 +246,8 @@ def finished(v, n, first, bias_ptr, scale_ptr, scale, softcap, N: tl.constexpr):
         v *= tl.load(scale_ptr + first + n, mask=ok, other=0.0).to(tl.float32)[:, None]
     if scale is not None:
         v *= scale
+    if share_ptr is not None:
+        v *= tl.load(share_ptr + rows, mask=row_ok, other=0.0)[None, :]
     if softcap is not None:
         v = soft_cap(v, softcap)
     return v
@@ -374,7 +376,7 @@ def with_other_parts(
 def matmul_kernel(
     x_ptr, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr, out_ptr, n_rows_ptr,
     stats_in_ptr, norm_weight_ptr, norm_bias_ptr, eps,
-    bias_ptr, scale_ptr, scale, softcap, stats_ptr, prepared_ptr, prepared_weight_ptr, partial_ptr, counter_ptr,
+    bias_ptr, scale_ptr, scale, share_ptr, softcap, stats_ptr, prepared_ptr, prepared_weight_ptr, partial_ptr, counter_ptr,
     N: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr, OUT_STRIDE: tl.constexpr, N_STATS: tl.constexpr,
     K_STATS: tl.constexpr, STATS_WIDE: tl.constexpr, NORM: tl.constexpr, EPILOGUE: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -424,9 +426,10 @@ def matmul_kernel(
         root = tl.rsqrt(tl.sum(loaded, 0) / K + eps)
         acc *= root[None, :]
         second *= root[None, :]
-    v = finished(acc, n, 0, bias_ptr, scale_ptr, scale, softcap, N)
+    v = finished(acc, n, 0, bias_ptr, scale_ptr, scale, share_ptr, rows, row_ok, softcap, N)
     if TWO:
-        v = activate(v, ACTIVATION) * finished(second, n, N, bias_ptr, scale_ptr, scale, softcap, N)
+        up = finished(second, n, N, bias_ptr, scale_ptr, scale, share_ptr, rows, row_ok, softcap, N)
+        v = activate(v, ACTIVATION) * up
     elif EPILOGUE == ACT:
         v = activate(v, ACTIVATION)
     put(
@@ -445,6 +448,7 @@ def bind_matmul(
     norm: InputNorm | None = None,
     bias: Tensor | None = None,
     scale: Tensor | float | None = None,
+    share: Tensor | None = None,
     softcap: float | None = None,
     activation: Activation | None = None,
     stats: Tensor | None = None,
@@ -459,6 +463,8 @@ def bind_matmul(
     """
     device, n_slots, k = x.device, len(x), shape_of(weight)[1]
     checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device)
+    if share is not None:
+        checked("share", share, dtype=torch.float32, shape=(n_slots,), device=device)
     if epilogue in ("gated", "act") and activation is None:
         raise InternalError(f"the epilogue {epilogue!r} needs an activation")
     if isinstance(weight, Stack) and (stats is not None or prepared is not None):
@@ -481,7 +487,7 @@ def bind_matmul(
             **cut_arguments(part, cut, device, chip),
             **scale_arguments(own_bias, own_scale, n_outputs, device),
             **out_arguments(mine, stats if last else None, prepared if last else None, n_slots, n, device),
-            **{"n_rows_ptr": n_rows, "softcap": softcap, "partial_ptr": None, "counter_ptr": None},
+            **{"n_rows_ptr": n_rows, "softcap": softcap, "share_ptr": share, "partial_ptr": None, "counter_ptr": None},
             **{"N": n, "K": k, "FIRST": first, "OUT_STRIDE": mine.stride(0), "ROWS": ROWS},
             **{"EPILOGUE": EPILOGUES[how], "ACTIVATION": ACTIVATIONS[activation or "silu"]},
             **{"SPLIT_K": cut.split_k, "APART": cut.apart},

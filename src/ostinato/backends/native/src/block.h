@@ -149,27 +149,77 @@ static inline void soft_cap(float* x, float cap, int n) {
     if (i < n) store_some(x + i, mul(tanh(div(load_some(x + i, n - i), lanes(cap))), lanes(cap)), n - i);
 }
 
-// Scores of all experts to the n_used likeliest and their shares; `scores` is used up. Of equals the lower id is first.
-static inline void route(float* scores, int n, int n_used, bool renormalise, int* chosen, float* shares) {
+// How a row's experts are chosen; `models/shape.py` says what the words mean.
+struct Router {
+    int n_experts, n_scores, n_used, sigmoid, by_score, renormalise, n_groups, groups_used, n_best;
+    float share_scale;
+};
+
+constexpr float LEAST_CHOICE = -3e38f, LEAST_SUM = 1e-20f;
+
+// The largest of n, the first among equals; what must not be taken is -infinity, and all else is above that.
+static inline int first_largest(const float* x, int n) {
+    int best = 0;
+    for (int i = 1; i < n; i++) best = x[i] > x[best] ? i : best;
+    return best;
+}
+
+// Scores of all experts become their probabilities, in place.
+static inline void probabilities(float* scores, const Router& r) {
+    const int n = r.n_experts;
     float top = scores[0];
     for (int e = 1; e < n; e++) top = scores[e] > top ? scores[e] : top;
     Lanes sums = lanes(0.0f);
     for (int e = 0; e < n; e += LANES) {
-        const Lanes weight = keep_first(exp(sub(load_some(scores + e, n - e), lanes(top))), n - e, 0.0f);
-        store_some(scores + e, weight, n - e);
-        sums = add(sums, weight);
+        const Lanes x = load_some(scores + e, n - e);
+        const Lanes likely = r.sigmoid ? sigmoid(x) : keep_first(exp(sub(x, lanes(top))), n - e, 0.0f);
+        store_some(scores + e, likely, n - e);
+        sums = add(sums, likely);
     }
+    if (r.sigmoid) return;
     const float total = sum(sums);
-    float kept = 0;
-    for (int k = 0; k < n_used; k++) {
-        int best = 0;
-        for (int e = 1; e < n; e++) best = scores[e] > scores[best] ? e : best;
-        chosen[k] = best;
-        shares[k] = scores[best] / total;
-        kept = kept + shares[k];
-        scores[best] = -1.0f;
+    for (int e = 0; e < n; e++) scores[e] = scores[e] / total;
+}
+
+// -infinity outside of the groups whose n_best highest together are highest.
+static inline void keep_best_groups(float* choice, const Router& r, float* strength) {
+    const int size = r.n_experts / r.n_groups;
+    for (int g = 0; g < r.n_groups; g++) {
+        const float* of = choice + g * size;
+        const int best = first_largest(of, size);
+        strength[g] = of[best];
+        if (r.n_best < 2) continue;
+        int next = best == 0 ? 1 : 0;
+        for (int i = next + 1; i < size; i++) next = i != best && of[i] > of[next] ? i : next;
+        strength[g] = strength[g] + of[next];
     }
-    for (int k = 0; renormalise && k < n_used; k++) shares[k] = shares[k] / kept;
+    for (int k = 0; k < r.groups_used; k++) strength[first_largest(strength, r.n_groups)] = -INFINITY;
+    for (int g = 0; g < r.n_groups; g++)
+        for (int i = 0; i < size && strength[g] != -INFINITY; i++) choice[g * size + i] = -INFINITY;
+}
+
+// A row's scores to its experts and their shares; `scores` is used up, `choice` has room for two numbers of each expert.
+// Of equals the lower id is chosen. Scores that are no numbers still choose n_used different experts.
+static inline void route(
+    float* scores, const float* bias, const Router& r, float* choice, int* chosen, float* shares
+) {
+    if (r.by_score) memcpy(choice, scores, r.n_experts * sizeof(float));
+    probabilities(scores, r);
+    for (int e = 0; e < r.n_experts; e++) {
+        const float by = r.by_score ? choice[e] : bias ? scores[e] + bias[e] : scores[e];
+        choice[e] = by > LEAST_CHOICE ? by : LEAST_CHOICE;
+    }
+    if (r.n_groups > 1) keep_best_groups(choice, r, choice + r.n_experts);
+    float kept = 0;
+    for (int k = 0; k < r.n_used; k++) {
+        const int best = first_largest(choice, r.n_experts);
+        chosen[k] = best;
+        shares[k] = scores[best];
+        kept = kept + shares[k];
+        choice[best] = -INFINITY;
+    }
+    if (r.renormalise) kept = kept > LEAST_SUM ? kept : LEAST_SUM;
+    for (int k = 0; k < r.n_used; k++) shares[k] = (r.renormalise ? shares[k] / kept : shares[k]) * r.share_scale;
 }
 
 }  // namespace block

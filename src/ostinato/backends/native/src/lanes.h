@@ -442,6 +442,7 @@ static inline Lanes softplus(Lanes x) {
     return add(max(x, lanes(0.0f)), fma(mul(p, s), t, add(t, t)));
 }
 
+static inline Lanes sigmoid(Lanes x) { return div(lanes(1.0f), add(lanes(1.0f), exp(sub(lanes(0.0f), x)))); }
 static inline Lanes silu(Lanes x) { return div(x, add(lanes(1.0f), exp(sub(lanes(0.0f), x)))); }
 
 static inline Lanes tanh(Lanes x) {

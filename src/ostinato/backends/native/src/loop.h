@@ -61,8 +61,11 @@ struct Layer {
     block::Norm attention_norm, after_attention, attention_post_norm;
     block::Norm mlp_norm, after_mlp, mlp_post_norm, q_norm, k_norm;
     Product qkv, out, gate_up, down, router;  // gate_up: up alone where there is no gate
-    const Product* experts;  // gate_up and down of each in turn, or null
-    const Mixer* mixer;      // alone, or beside attention on the same input; or null
+    // Of experts: the block that every row goes through besides, and what leads into their latent space and out of it.
+    Product shared_gate_up, shared_down, into_latent, out_of_latent;
+    const Product* experts;     // gate_up and down of each in turn, or null
+    const float* choice_bias;   // [experts], or null
+    const Mixer* mixer;         // alone, or beside attention on the same input; or null
     attention::Cache cache;
     int window;  // positions that it sees; 0: all
     int rope;    // which of the plan's; -1: none
@@ -91,8 +94,11 @@ struct Plan {
     float* logits;            // [slots][vocab]
     float* last;              // [slots][hidden]: of each slot's prompt, the last row after the last layer
     unsigned char* scratch;   // as long as `scratch_bytes` says
-    int n_layers, n_ropes, hidden, n_heads, n_kv_heads, head_width, widest_ff, n_experts, n_used, renormalise;
+    int n_layers, n_ropes, hidden, n_heads, n_kv_heads, head_width, widest_ff;
+    // Of experts: no shared block and no latent space where its width is 0.
+    int shared_width, shared_gate, latent_width;
     int activation, kept, wide, n_threads, n_slots, max_pages, most_rows, n_tokens, wake;
+    block::Router router;  // without experts where it has none
     int causal;  // else a row sees all rows of its part, which is a whole text
     float eps, query_scale, attention_softcap, logit_softcap, embedding_scale;  // 0: no cap, no scale
 };
@@ -157,7 +163,8 @@ struct ForwardPass {
     int hidden_stride, attended_stride, qkv_stride, inside_stride, n_blocks, most_units, widest;
     int into_stride, convolved_stride, selected_stride, steps_stride;  // of recurrent blocks
     float *into, *convolved, *selected, *steps, *mixed;
-    float *x, *normed, *qkv, *attended, *out, *inside, *cos_sin, *block_partials, *block_mixed, *scores, *shares, *expert_out;
+    float *x, *normed, *qkv, *attended, *out, *inside, *cos_sin, *block_partials, *block_mixed, *scores, *choices, *shares;
+    float *expert_out, *latent, *shared_out;
     float* first_logits;
     // Of experts: the expert of each (row, choice); the (row, choice) of each routed row; the inverse; the first routed
     // row of each expert.
@@ -182,7 +189,7 @@ struct ForwardPass {
         const Plan& p = plan;
         const int rows = p.most_rows > p.n_slots ? p.most_rows : p.n_slots;
         const int group = p.n_kv_heads ? p.n_heads / p.n_kv_heads : 0;
-        const int experts_rows = p.n_experts ? rows * p.n_used : 0;
+        const int experts_rows = p.router.n_experts ? rows * p.router.n_used : 0;
         hidden_stride = padded(p.hidden);
         attended_stride = p.n_heads * p.head_width;
         qkv_stride = (p.n_heads + 2 * p.n_kv_heads) * p.head_width;
@@ -215,12 +222,15 @@ struct ForwardPass {
         block_partials = pieces.take<float>(size_t(2) * most_units * group * n_blocks);
         block_mixed = pieces.take<float>(size_t(most_units) * group * n_blocks * p.head_width);
         inputs = pieces.take<unsigned char>(inputs_bytes(most_cols, rows));
-        scores = pieces.take<float>(size_t(rows) * padded(p.n_experts));
+        scores = pieces.take<float>(size_t(rows) * padded(p.router.n_scores));
+        choices = pieces.take<float>(size_t(2) * rows * p.router.n_experts);
+        latent = pieces.take<float>(size_t(rows) * padded(p.latent_width));
+        shared_out = pieces.take<float>(p.shared_width ? size_t(rows) * hidden_stride : 0);
         shares = pieces.take<float>(experts_rows);
         chosen = pieces.take<int>(experts_rows);
         taker = pieces.take<int>(experts_rows);
         place = pieces.take<int>(experts_rows);
-        first_of = pieces.take<int>(p.n_experts + 1);
+        first_of = pieces.take<int>(p.router.n_experts + 1);
         expert_out = pieces.take<float>(size_t(experts_rows) * hidden_stride);
         expert_inputs = pieces.take<unsigned char>(experts_rows * expert_row_bytes());
         into = pieces.take<float>(size_t(rows) * into_stride);
@@ -459,13 +469,19 @@ struct ForwardPass {
     }
 
     void mlp(team::Member& m, const Layer& layer, const Inputs& in) {
+        feed_forward(m, layer, layer.gate_up, layer.down, layer.ff_width, in, out);
+    }
+
+    void feed_forward(
+        team::Member& m, const Layer& layer, const Product& into, const Product& down, int ff, const Inputs& in, float* to
+    ) {
         int first, last;
-        m.share((layer.ff_width + LANES - 1) / LANES, first, last);
-        if (layer.gated) inner_tiles(layer.gate_up, layer.ff_width, in, n_rows, inside, first, last);
-        else plain_tiles(layer.gate_up, layer.ff_width, in, n_rows, inside, first, last);
+        m.share((ff + LANES - 1) / LANES, first, last);
+        if (layer.gated) inner_tiles(into, ff, in, n_rows, inside, first, last);
+        else plain_tiles(into, ff, in, n_rows, inside, first, last);
         m.barrier();
-        const Inputs inner = prepared(m, layer.ff_width, [&](int row) { return inside + size_t(row) * inside_stride; });
-        product(m, layer.down, inner, out, hidden_stride);
+        const Inputs inner = prepared(m, ff, [&](int row) { return inside + size_t(row) * inside_stride; });
+        product(m, down, inner, to, hidden_stride);
         m.barrier();
     }
 
@@ -866,22 +882,35 @@ struct ForwardPass {
         return inputs_over(expert_inputs + first_of[expert] * expert_row_bytes(), cols, n, plan.wide != 0);
     }
 
+    // In the latent space, or where there is none in the space of the rows.
+    int expert_cols() const { return plan.latent_width ? plan.latent_width : plan.hidden; }
+
     void mlp_experts(team::Member& m, const Layer& layer, const Inputs& in) {
-        const int n_takers = n_rows * plan.n_used, scores_stride = padded(plan.n_experts);
+        const int n_used = plan.router.n_used, n_takers = n_rows * n_used, scores_stride = padded(plan.router.n_scores);
+        const int cols = expert_cols(), latent_stride = padded(plan.latent_width);
         product(m, layer.router, in, scores, scores_stride);
+        if (plan.latent_width) product(m, layer.into_latent, in, latent, latent_stride);
         m.barrier();
         m.each(n_rows, [&](int row) {
-            block::route(scores + size_t(row) * scores_stride, plan.n_experts, plan.n_used, plan.renormalise != 0,
-                         chosen + row * plan.n_used, shares + row * plan.n_used);
+            block::route(scores + size_t(row) * scores_stride, layer.choice_bias, plan.router,
+                         choices + size_t(2) * row * plan.router.n_experts, chosen + row * n_used, shares + row * n_used);
         });
-        m.barrier();
+        // Last of all that reads `in`: its rows are prepared in the same memory.
+        if (plan.shared_width)
+            feed_forward(m, layer, layer.shared_gate_up, layer.shared_down, plan.shared_width, in, shared_out);
+        else m.barrier();
         if (m.me == 0) sort_by_expert();
         m.barrier();
-        by_taker(m, n_takers, plan.hidden, [&](int i) { return normed_row(m, taker[i] / plan.n_used); });
+        by_taker(m, n_takers, cols, [&](int i) {
+            const int row = taker[i] / n_used;
+            return plan.latent_width ? latent + size_t(row) * latent_stride : normed_row(m, row);
+        });
         by_expert_tile(m, (layer.ff_width + LANES - 1) / LANES, [&](int expert, int n, int from, int to) {
             float* place_of = inside + size_t(first_of[expert]) * inside_stride;
-            const Inputs own_rows = inputs_of_expert(expert, plan.hidden);
-            inner_tiles(layer.experts[2 * expert], layer.ff_width, own_rows, n, place_of, from, to);
+            const Inputs own_rows = inputs_of_expert(expert, cols);
+            const Product& into = layer.experts[2 * expert];
+            if (layer.gated) inner_tiles(into, layer.ff_width, own_rows, n, place_of, from, to);
+            else plain_tiles(into, layer.ff_width, own_rows, n, place_of, from, to);
         });
         m.barrier();
         by_taker(m, n_takers, layer.ff_width, [&](int i) { return inside + size_t(i) * inside_stride; });
@@ -891,21 +920,44 @@ struct ForwardPass {
             tiles_of(layer.experts[2 * expert + 1], inner, n, place_of, hidden_stride, from, to);
         });
         m.barrier();
-        m.each(n_rows, [&](int row) { sum_experts(row); });
+        m.each(n_rows, [&](int row) {
+            if (plan.latent_width) return sum_experts(row, latent + size_t(row) * latent_stride);
+            sum_experts(row, out + size_t(row) * hidden_stride);
+            add_shared(row);
+        });
+        m.barrier();
+        if (!plan.latent_width) return;
+        const Inputs sums = prepared(m, cols, [&](int row) { return latent + size_t(row) * latent_stride; });
+        product(m, layer.out_of_latent, sums, out, hidden_stride);
+        m.barrier();
+        if (!plan.shared_width) return;
+        m.each(n_rows, [&](int row) { add_shared(row); });
         m.barrier();
     }
 
+    // What a row takes of the shared block, which has a gate or has none.
+    void add_shared(int row) {
+        if (!plan.shared_width) return;
+        float* to = out + size_t(row) * hidden_stride;
+        const float* more = shared_out + size_t(row) * hidden_stride;
+        if (!plan.shared_gate) return block::add_to(to, more, plan.hidden);
+        const float score = scores[size_t(row) * padded(plan.router.n_scores) + plan.router.n_experts];
+        float share[LANES];
+        store(share, sigmoid(lanes(score)));
+        block::add_share(to, more, share[0], plan.hidden);
+    }
+
     void sort_by_expert() {
-        const int n = n_rows * plan.n_used;
-        for (int e = 0; e <= plan.n_experts; e++) first_of[e] = 0;
+        const int n = n_rows * plan.router.n_used;
+        for (int e = 0; e <= plan.router.n_experts; e++) first_of[e] = 0;
         for (int i = 0; i < n; i++) first_of[chosen[i] + 1]++;
-        for (int e = 0; e < plan.n_experts; e++) first_of[e + 1] += first_of[e];
+        for (int e = 0; e < plan.router.n_experts; e++) first_of[e + 1] += first_of[e];
         for (int i = 0; i < n; i++) {
             const int at = first_of[chosen[i]]++;
             taker[at] = i;
             place[i] = at;
         }
-        for (int e = plan.n_experts; e > 0; e--) first_of[e] = first_of[e - 1];
+        for (int e = plan.router.n_experts; e > 0; e--) first_of[e] = first_of[e - 1];
         first_of[0] = 0;
     }
 
@@ -923,9 +975,9 @@ struct ForwardPass {
     template <class F>
     void by_expert_tile(team::Member& m, int tiles_each, F work) {
         int n_taken = 0, first, last;
-        for (int e = 0; e < plan.n_experts; e++) n_taken += first_of[e + 1] > first_of[e];
+        for (int e = 0; e < plan.router.n_experts; e++) n_taken += first_of[e + 1] > first_of[e];
         m.share(int64_t(n_taken) * tiles_each, first, last);
-        for (int e = 0, tile = 0; e < plan.n_experts; e++) {
+        for (int e = 0, tile = 0; e < plan.router.n_experts; e++) {
             const int n = first_of[e + 1] - first_of[e];
             if (n == 0) continue;
             const int from = first > tile ? first - tile : 0, to = last < tile + tiles_each ? last - tile : tiles_each;
@@ -935,17 +987,17 @@ struct ForwardPass {
     }
 
     // In the order of experts, so that a row's sum does not depend on its neighbours.
-    void sum_experts(int row) {
-        float* to = out + size_t(row) * hidden_stride;
-        for (int c = 0; c < hidden_stride; c++) to[c] = 0.0f;
-        for (int done = 0, below = -1; done < plan.n_used; done++) {
+    void sum_experts(int row, float* to) const {
+        const int cols = expert_cols();
+        for (int c = 0; c < padded(cols); c++) to[c] = 0.0f;
+        for (int done = 0, below = -1; done < plan.router.n_used; done++) {
             int next = -1;
-            for (int k = 0; k < plan.n_used; k++) {
-                const int i = row * plan.n_used + k;
+            for (int k = 0; k < plan.router.n_used; k++) {
+                const int i = row * plan.router.n_used + k;
                 if (chosen[i] > below && (next < 0 || chosen[i] < chosen[next])) next = i;
             }
             below = chosen[next];
-            block::add_share(to, expert_out + size_t(place[next]) * hidden_stride, shares[next], plan.hidden);
+            block::add_share(to, expert_out + size_t(place[next]) * hidden_stride, shares[next], cols);
         }
     }
 

@@ -7,10 +7,12 @@
 
 extern "C" {
 
-// How long each struct is here, so that Python can compare: Plan, Layer, Product, Mixer, Rope, Part, Outputs.
+// How long each struct is here, so that Python can compare: Plan, Layer, Product, Mixer, Rope, Part, Outputs,
+// Router.
 int ostinato_plan_bytes(int which) {
     const size_t bytes[] = {sizeof(loop::Plan), sizeof(loop::Layer), sizeof(loop::Product),
-                            sizeof(loop::Mixer), sizeof(loop::Rope), sizeof(loop::Part), sizeof(loop::Outputs)};
+                            sizeof(loop::Mixer), sizeof(loop::Rope), sizeof(loop::Part), sizeof(loop::Outputs),
+                            sizeof(block::Router)};
     return int(bytes[which]);
 }
 
@@ -45,6 +47,13 @@ void ostinato_chunk(
     opened->run_chunk(parts, n_parts, ids, segments, outputs);
 }
 void ostinato_first(loop::Loop* opened, int slot) { opened->run_first(slot); }
+
+// A row's experts by themselves, as the loop chooses them: to be compared with the twin.
+void ostinato_route(
+    const block::Router* router, float* scores, const float* bias, float* choice, int* chosen, float* shares
+) {
+    block::route(scores, bias, *router, choice, chosen, shares);
+}
 
 // Ownership of the team, for a caller that runs several jobs between two steps of the loop.
 void ostinato_acquire(loop::Loop* opened) { opened->team.acquire(); }

@@ -2,35 +2,81 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
-from ostinato.backends.torch.ops.activation import gated_torch
+from ostinato.backends.torch.ops.activation import activate_torch, gated_torch
 from ostinato.backends.torch.ops.linear import linear_torch
 from ostinato.backends.torch.weight import DeviceMatrix, Weight, rows_of
 from ostinato.backends.weights import Stack
-from ostinato.models.shape import Activation
+from ostinato.models.shape import Activation, ExpertShape
+
+LEAST_SUM: Final = 1e-20  # what shares are divided by at least: sigmoids of very low scores are all 0
 
 
-def route_torch(scores: Tensor, n_used: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """Router scores [rows, experts] to (weights, expert ids), each [rows, n_used]; weights are float32.
+def route_torch(scores: Tensor, experts: ExpertShape, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Router scores [rows, n_scores] to (shares, expert ids), each [rows, n_used]; shares are float32.
 
-    Softmax over all experts, then the n_used largest, made to sum to 1 again where the model says so.
+    `bias` [n_experts] takes part in the choice alone. Of equals the lower id is chosen, the likeliest comes first.
     """
-    weights, chosen = scores.float().softmax(-1).topk(n_used, -1)
-    return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), chosen
+    probabilities = probabilities_torch(scores, experts)
+    chosen = _largest(_of_best_groups(choice_torch(scores, probabilities, experts, bias), experts), experts.n_used)
+    return shares_torch(probabilities, chosen, experts), chosen
+
+
+def probabilities_torch(scores: Tensor, experts: ExpertShape) -> Tensor:
+    """Of every expert, float32 [rows, n_experts]."""
+    wide = scores[:, : experts.n_experts].float()
+    return wide.softmax(-1) if experts.scoring == "softmax" else wide.sigmoid()
+
+
+def choice_torch(scores: Tensor, probabilities: Tensor, experts: ExpertShape, bias: Tensor | None) -> Tensor:
+    """What experts are compared by, float32 [rows, n_experts]."""
+    if experts.by_score:
+        return scores[:, : experts.n_experts].float()
+    return probabilities if bias is None else probabilities + bias.float()
+
+
+def _of_best_groups(choice: Tensor, experts: ExpertShape) -> Tensor:
+    """-inf outside of a row's best groups."""
+    groups = experts.groups
+    if groups is None:
+        return choice
+    by_group = choice.unflatten(-1, (groups.n_groups, -1))
+    strength = by_group.topk(groups.n_best, -1).values.sum(-1)
+    best = torch.zeros_like(strength, dtype=torch.bool).scatter(-1, _largest(strength, groups.n_used), True)
+    return by_group.masked_fill(~best[..., None], -torch.inf).flatten(-2)
+
+
+def shares_torch(probabilities: Tensor, chosen: Tensor, experts: ExpertShape) -> Tensor:
+    """How much a row takes of each of its experts, float32 [rows, n_used]."""
+    shares = probabilities.gather(-1, chosen)
+    if experts.renormalise:
+        shares = shares / shares.sum(-1, keepdim=True).clamp(min=LEAST_SUM)
+    return shares * experts.share_scale
+
+
+def _largest(x: Tensor, n: int) -> Tensor:
+    """Where the n largest of each row are, the largest first, of equals the first."""
+    return x.sort(dim=-1, descending=True, stable=True).indices[..., :n]
 
 
 def experts_torch(
     x: Tensor,
     gate_up: Weight | tuple[Weight, ...],
     down: Weight | tuple[Weight, ...],
-    weights: Tensor,
+    shares: Tensor,
     chosen: Tensor,
     activation: Activation,
+    *,
+    gated: bool = True,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
-    """x [rows, hidden] through its chosen experts; gate_up [experts, 2 * ff, hidden], down [experts, hidden, ff], each
-    as one weight or as one for each expert.
+    """x [rows, width] through its chosen experts; gate_up [experts, 2 * ff, width] (or [experts, ff, width] where they
+    are not `gated`), down [experts, width, ff], each as one weight or as one for each expert; a bias has a row for each.
 
     Packed matrices stand on top of each other, a `Stack` is (gate, up) of all experts. Experts are added in order of
     their id, so that a row's sum does not depend on its neighbours.
@@ -38,15 +84,18 @@ def experts_torch(
     out = torch.zeros_like(x)
     for expert in sorted(set(chosen.flatten().tolist())):
         rows, place = (chosen == expert).nonzero(as_tuple=True)
-        inside = gated_torch(_through(x[rows], gate_up, expert, 2 * _width(down)), activation)
-        back = _through(inside, down, expert, x.shape[1])
-        out.index_add_(0, rows, back * weights[rows, place, None].to(x.dtype))
+        inside = _through(x[rows], gate_up, gate_up_bias, expert, (1 + gated) * _width(down))
+        inside = gated_torch(inside, activation) if gated else activate_torch(inside, activation)
+        back = _through(inside, down, down_bias, expert, x.shape[1])
+        out.index_add_(0, rows, back * shares[rows, place, None].to(x.dtype))
     return out
 
 
-def _through(x: Tensor, weight: Weight | tuple[Weight, ...], expert: int, n_rows: int) -> Tensor:
+def _through(
+    x: Tensor, weight: Weight | tuple[Weight, ...], bias: Tensor | None, expert: int, n_rows: int
+) -> Tensor:
     one = weight[expert] if isinstance(weight, tuple) else expert_of(weight, expert, n_rows, x.dtype)
-    return linear_torch(x, one, None)
+    return linear_torch(x, one, None if bias is None else bias[expert].to(x.dtype))
 
 
 def _width(down: Weight | tuple[Weight, ...]) -> int:

@@ -14,11 +14,11 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from ostinato.backends.torch.ops.activation import activate_torch
+from ostinato.backends.torch.ops.activation import activate_torch, gated_torch
 from ostinato.backends.torch.ops.experts import expert_of, route_torch
 from ostinato.backends.torch.weight import Weight, dense_of, dtype_of
 from ostinato.backends.weights import Stack
-from ostinato.models.shape import Activation
+from ostinato.models.shape import Activation, ExpertShape
 
 STATS_BLOCK: Final = 16  # columns that share one (sum, sum of squares)
 
@@ -81,12 +81,14 @@ def matmul_torch(
     norm: InputNorm | None = None,
     bias: Tensor | None = None,
     scale: Tensor | float | None = None,
+    share: Tensor | None = None,
     softcap: float | None = None,
     activation: Activation | None = None,
     stats: Tensor | None = None,
     prepared: PreparedInput | None = None,
 ) -> None:
-    """v = (norm(x) W^T + bias) * scale, soft-capped, then into out[:n_rows] by the epilogue:
+    """v = (norm(x) W^T + bias) * scale * share, soft-capped, then into out[:n_rows] by the epilogue; scale has a factor
+    for each output, or one for all, and share [n_slots] one for each row:
 
     store: out = v. add: out += v. act: out = act(v). multiply: out *= v. gated: out = act(v[:, :half]) * v[:, half:].
     stats [n_slots, n_stats, 2] gains the partial sums of what out holds then, `prepared` that times a norm's weight.
@@ -95,6 +97,7 @@ def matmul_torch(
     v = product_torch(x[:rows], weight, None if norm is None else replace(norm, stats=norm.stats[:rows]))
     v = v if bias is None else v + bias.float()
     v = v if scale is None else v * scale
+    v = v if share is None else v * share[:rows, None]
     v = v if softcap is None else torch.tanh(v / softcap) * softcap
     if epilogue == "add":
         v = out[:rows].float() + v
@@ -139,17 +142,27 @@ def _normed(x: Tensor, norm: InputNorm | None) -> tuple[Tensor, Tensor | float]:
 
 
 def route_rows_torch(
-    scores: Tensor, experts: Tensor, weights: Tensor, n_rows: Tensor, *, n_used: int, renormalise: bool
+    scores: Tensor,
+    experts: Tensor,
+    shares: Tensor,
+    n_rows: Tensor,
+    *,
+    shape: ExpertShape,
+    bias: Tensor | None = None,
+    shared: Tensor | None = None,
 ) -> None:
-    """The experts that each row of scores [n_slots, n_experts] goes to: ids int32, weights float32 [n_slots, n_used].
+    """The experts that each row of scores [n_slots, n_scores] goes to: ids int32, shares float32 [n_slots, n_used].
 
-    In the order of their ids, which is the order in which their outputs are added.
+    In the order of their ids, which is the order in which their outputs are added. `shared` [n_slots] gets how much a
+    row takes of a shared block that has a gate.
     """
     rows = int(n_rows)
-    strength, chosen = route_torch(scores[:rows], n_used, renormalise)
+    strength, chosen = route_torch(scores[:rows], shape, bias)
     order = chosen.argsort(-1)
     experts[:rows] = chosen.gather(-1, order).int()
-    weights[:rows] = strength.gather(-1, order)
+    shares[:rows] = strength.gather(-1, order)
+    if shared is not None:
+        shared[:rows] = scores[:rows, -1].float().sigmoid()
 
 
 def experts_gate_up_torch(
@@ -160,19 +173,23 @@ def experts_gate_up_torch(
     n_rows: Tensor,
     *,
     norm: InputNorm | None = None,
+    bias: Tensor | None = None,
+    gated: bool = True,
     activation: Activation,
 ) -> None:
-    """out[row, j] = act(gate_e norm(x)) * (up_e norm(x)) for e = experts[row, j].
+    """out[row, j] = act(gate_e norm(x)) * (up_e norm(x)) for e = experts[row, j]; or act(up_e norm(x)), not `gated`.
 
     weight [n_experts * 2 * ff, in] holds for each expert its gate, then its up; a `Stack` is (gate, up) of all experts,
-    each [n_experts * ff, in]. out is [n_slots, n_used, ff].
+    each [n_experts * ff, in]. bias is [n_experts, 2 * ff], out [n_slots, n_used, ff].
     """
-    width = 2 * out.shape[-1]
+    width = (1 + gated) * out.shape[-1]
     for row in range(int(n_rows)):
         own = None if norm is None else replace(norm, stats=norm.stats[row : row + 1])
         for place, expert in enumerate(experts[row].tolist()):
-            gate, up = _of_expert(x[row : row + 1], weight, expert, width, own).chunk(2, 1)
-            out[row, place] = (activate_torch(gate, activation) * up)[0].to(out.dtype)
+            v = _of_expert(x[row : row + 1], weight, expert, width, own)
+            v = v if bias is None else v + bias[expert].float()
+            v = gated_torch(v, activation) if gated else activate_torch(v, activation)
+            out[row, place] = v[0].to(out.dtype)
 
 
 def _of_expert(x: Tensor, weight: Weight, expert: int, n_rows: int, norm: InputNorm | None) -> Tensor:
@@ -188,22 +205,26 @@ def experts_down_torch(
     weight: Weight,
     out: Tensor,
     experts: Tensor,
-    weights: Tensor,
+    shares: Tensor,
     n_rows: Tensor,
     *,
     epilogue: Literal["store", "add"] = "add",
+    bias: Tensor | None = None,
     stats: Tensor | None = None,
     prepared: PreparedInput | None = None,
 ) -> None:
-    """out[row] = or += sum over j of weights[row, j] * down_e x[row, j] for e = experts[row, j], in the order of j.
+    """out[row] = or += sum over j of shares[row, j] * (down_e x[row, j] + bias_e) for e = experts[row, j], in the order
+    of j.
 
-    x is [n_slots, n_used, ff], weight [n_experts * hidden, ff], out [n_slots, hidden]; stats as in `matmul_torch`.
+    x is [n_slots, n_used, ff], weight [n_experts * hidden, ff], bias [n_experts, hidden], out [n_slots, hidden]; stats
+    as in `matmul_torch`.
     """
     for row in range(int(n_rows)):
         total = torch.zeros_like(out[row], dtype=torch.float32)
         for place, expert in enumerate(experts[row].tolist()):
             y = _of_expert(x[row, place : place + 1], weight, expert, out.shape[1], None)[0]
-            total += y * weights[row, place]
+            y = y if bias is None else y + bias[expert].float()
+            total += y * shares[row, place]
         v = out[row].float() + total if epilogue == "add" else total
         out[row] = v.to(out.dtype)
         leave_torch(v[None], slice(row, row + 1), stats, prepared)
