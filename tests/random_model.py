@@ -22,7 +22,7 @@ from ostinato.models.llama import LLAMA
 from ostinato.models.mamba import MAMBA2, without_attention
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Mamba2Shape, Shape
-from ostinato.models.tensors import Constant, ExpertMatrices, Sizes
+from ostinato.models.tensors import Constant, ExpertBiases, ExpertMatrices, Sizes
 
 MemoryKind = Literal["kv", "swa", "all swa", "recurrent", "hybrid", "encoder"]
 WINDOW = 16
@@ -60,6 +60,8 @@ class RandomWeights:
         if isinstance(reference, ExpertMatrices):
             parts = [torch.stack([self.take(n, reference.size) for n in names]) for names in reference.parts]
             return torch.cat(parts, 1)
+        if isinstance(reference, ExpertBiases):
+            return torch.cat([self.take(name, shape, exact=True) / 2 for name, shape in reference.wanted], 1)
         return torch.cat([self.take(name, shape, exact=reference.exact) for name, shape in reference.wanted])
 
     def model(self, family: Family, shape: Shape) -> Model:

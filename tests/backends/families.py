@@ -14,15 +14,24 @@ from ostinato.models.mamba import MAMBA, MAMBA2, without_attention
 from ostinato.models.mixtral import MIXTRAL
 from ostinato.models.phi3 import PHI3
 from ostinato.models.qwen2 import QWEN2
+from ostinato.models.qwen2_moe import QWEN2_MOE
 from ostinato.models.qwen3 import QWEN3, QWEN3_MOE
 from ostinato.models.rope import Rope
-from ostinato.models.shape import ExpertShape, Mamba2Shape, MambaShape, Multipliers, Shape, with_rope_where
+from ostinato.models.shape import (
+    ExpertGroups,
+    ExpertShape,
+    Mamba2Shape,
+    MambaShape,
+    Multipliers,
+    Shape,
+    with_rope_where,
+)
 from ostinato.models.smollm3 import SMOLLM3
 from tests.random_model import RandomWeights
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen3moe", "mixtral", "gemma2", "gemma3", "phi3", "phi3-long", "gpt2", "smollm3",
-    "granite",
+    "granite", "qwen2moe", "latent experts",
 )  # fmt: skip
 RECURRENT = ("mamba", "falcon-mamba", "mamba2", "mamba2-limits", "falcon-h1", "falcon-h1-norm")
 HIDDEN, N_LAYERS, VOCAB, CONTEXT = 96, 2, 131, 256
@@ -56,6 +65,11 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
     )
     gemma = replace(plain, activation="gelu_tanh", embedding_scale=HIDDEN**0.5, windows=(20, None))
     experts = ExpertShape(5, 2, 48, renormalise=True)
+    # All that experts can have and no published family has at once.
+    latent = ExpertShape(
+        6, 2, 40, renormalise=True, dense_layers=frozenset({0}), scoring="sigmoid", choice_bias=True,
+        groups=ExpertGroups(3, 2, 2), share_scale=1.5, gated=False, bias=True, shared_width=56, latent_width=64,
+    )  # fmt: skip
     gpt2 = replace(plain, n_kv_heads=6, ropes=(None, None), activation="gelu_tanh", attention_bias=True, mlp_bias=True)
     part = replace(rope, width=24)
     long = tuple(1.0 + i / 2 for i in range(12))
@@ -71,6 +85,8 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
         "qwen2": (QWEN2, replace(plain, attention_bias=True)),
         "qwen3": (QWEN3, plain),
         "qwen3moe": (QWEN3_MOE, replace(plain, experts=replace(experts, renormalise=False))),
+        "qwen2moe": (QWEN2_MOE, replace(plain, experts=replace(experts, shared_width=72, shared_gate=True))),
+        "latent experts": (QWEN2_MOE, replace(plain, family="qwen2moe", activation="relu2", experts=latent)),
         "mixtral": (MIXTRAL, replace(plain, experts=experts)),
         "gemma2": (GEMMA2, replace(gemma, attention_softcap=20.0, logit_softcap=15.0)),
         "gemma3": (GEMMA3, two_ropes(gemma, rope, 5_000.0)),

@@ -96,9 +96,11 @@ def _yarn() -> dict[str, Any]:
     return {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
+_EXPERTS: Final[Mapping[str, Any]] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
 def _qwen3_moe(architecture: str | None, **config: Any) -> TinyModel:
-    sizes = {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    return _made("Qwen3MoeForCausalLM", architecture, **{**sizes, "norm_topk_prob": True, **config})
+    return _made("Qwen3MoeForCausalLM", architecture, **{"head_dim": 32, **_EXPERTS, "norm_topk_prob": True, **config})
 
 
 def _gemma3(local_base: float = 1e4, config: Mapping[str, Any] | None = None, **scaling: Any) -> TinyModel:
@@ -228,6 +230,9 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         "gpt2": TinyModel("GPT2LMHeadModel", "gpt2", _GPT2),
         "mixtral": _made("MixtralForCausalLM", "llama", num_local_experts=4, num_experts_per_tok=2),
         "qwen3-moe": _qwen3_moe("qwen3moe"),
+        "qwen2-moe": _made(
+            "Qwen2MoeForCausalLM", "qwen2moe", **_EXPERTS, shared_expert_intermediate_size=40, decoder_sparse_step=1
+        ),
         "qwen3-moe-unnormed": _qwen3_moe(None, norm_topk_prob=False),
         "qwen3-moe-mixed": _qwen3_moe(None, decoder_sparse_step=2, num_hidden_layers=4, mlp_only_layers=[3]),
         "mamba": _mamba("MambaForCausalLM", "mamba", state_size=8, tie_word_embeddings=True),

@@ -104,8 +104,10 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
         writer.add_logit_scale(config["logits_scaling"])
     if architecture == "gemma3":
         _add_gemma3(writer, config)
-    if architecture == "qwen3moe":
+    if architecture in ("qwen2moe", "qwen3moe"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if architecture == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
 
 
 def _add_sizes(writer: Any, config: Config) -> None:
@@ -127,8 +129,8 @@ def _add_common(writer: Any, config: Config) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if config.get("num_local_experts"):
-        writer.add_expert_count(config["num_local_experts"])
+    if n_experts := config.get("num_local_experts") or config.get("num_experts"):
+        writer.add_expert_count(n_experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
@@ -254,6 +256,8 @@ def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor])
             value = _in_pairs(value, config["num_key_value_heads"])
         elif architecture.startswith("gemma") and name.endswith("norm.weight"):
             value = value + 1
+        elif name.endswith("shared_expert_gate.weight"):
+            value = value.squeeze(0)
         elif architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             value = value.T.contiguous()
         elif architecture in ("mamba", "mamba2", "falcon-h1"):

@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")  # of routers: trained, and no parameters
 _ROUNDED = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def fill(model: Any, name: str, storage: str) -> None:
     """Give every parameter of `model` its random value; `name` is the seed."""
-    for parameter_name, parameter in model.named_parameters():
+    biases = [(at, buffer) for at, buffer in model.named_buffers() if at.endswith(CHOICE_BIASES)]
+    for parameter_name, parameter in (*model.named_parameters(), *biases):
         random = torch.Generator().manual_seed(crc32(f"{name}/{parameter_name}".encode()))
         noise = torch.randn(parameter.shape, generator=random, dtype=torch.float32)
         value = _scaled(parameter_name, noise, model)
@@ -64,7 +66,7 @@ def _is_tied(model: Any) -> bool:
 def block_type(name: str, storage: str) -> str:
     """The GGUF type in which the tensor with this name in a folder is stored."""
     vector = name.endswith(("norm.weight", "bias", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
-    if vector or name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight")):
+    if vector or name.endswith(("mlp.gate.weight", "shared_expert_gate.weight", "block_sparse_moe.gate.weight")):
         return "F32"
     if storage == "quantised":
         wide = any(part in name for part in ("embed_tokens", "lm_head", "down_proj"))

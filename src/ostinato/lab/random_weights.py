@@ -225,7 +225,11 @@ class RandomFile(Checkpoint):
         """The type of a matrix. Routers are never packed: which experts are chosen must not turn on a rounding."""
         if self._type in DTYPES:
             return self._type.upper()
-        return "F32" if name.endswith(("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")) else kept_as(self._type, name, cols, self.shape)
+        return (
+            "F32"
+            if name.endswith(("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight"))
+            else kept_as(self._type, name, cols, self.shape)
+        )
 
 
 @dataclass(slots=True)

@@ -130,9 +130,7 @@ class Builder:
             return self.experts(layer)
         return self.gated_mlp(layer)
 
-    def gated_mlp(
-        self, layer: int, *, fused: bool = False, width: int | None = None, suffix: str = ""
-    ) -> GatedMLP:
+    def gated_mlp(self, layer: int, *, fused: bool = False, width: int | None = None, suffix: str = "") -> GatedMLP:
         """`fused`: the file keeps gate and up as one tensor, under the name of up. `width` and `suffix`: of a block
         other than the layer's only one."""
         s, at, m, bias = self.shape, f"blk.{layer}.", self.shape.multipliers, self.shape.mlp_bias

@@ -67,9 +67,7 @@ class ExpertShape:
 
     @property
     def by_score(self) -> bool:
-        return (
-            self.scoring == "softmax" and not self.choice_bias and (self.groups is None or self.groups.n_best == 1)
-        )
+        return self.scoring == "softmax" and not self.choice_bias and (self.groups is None or self.groups.n_best == 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ from ostinato.models.blocks import (
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 Pack = Callable[[Tensor], TileMatrix]
+LATENT = ("into_latent", "out_of_latent")  # products of experts that work in a space of their own
 
 
 def pack_tiles(type: str, raw: Tensor, *, wide: bool = True, n_threads: int = 1) -> TileMatrix:
@@ -96,8 +97,14 @@ def tiled(model: Model, pack: Pack | None = None) -> Model:
         if isinstance(block, Experts):
             assert isinstance(block.gate_up, Tensor)
             assert isinstance(block.down, Tensor)
-            gate_ups, downs = tuple(map(halves, block.gate_up)), tuple(map(pack, block.down))
-            return replace(block, router=one(block.router), gate_up=gate_ups, down=downs)
+            gate_ups, downs = (
+                tuple(map(halves if block.experts.gated else pack, block.gate_up)),
+                tuple(map(pack, block.down)),
+            )
+            latent = {name: one(linear) for name in LATENT if (linear := getattr(block, name)) is not None}
+            shared = None if block.shared is None else mlp(block.shared)
+            assert not isinstance(shared, Experts)
+            return replace(block, router=one(block.router), gate_up=gate_ups, down=downs, shared=shared, **latent)
         assert isinstance(block.gate_up.weight, Tensor)
         return replace(block, gate_up=replace(block.gate_up, weight=halves(block.gate_up.weight)), down=one(block.down))
 
@@ -128,18 +135,22 @@ def dense(model: Model) -> Model:
     def one(linear: Linear) -> Linear:
         return replace(linear, weight=of(linear.weight))
 
-    def layer(block: AnyLayer) -> AnyLayer:
-        assert isinstance(block, Layer | PostNormLayer)
-        mlp = block.mlp
+    def feed_forward(mlp: MLP) -> MLP:
         if isinstance(mlp, Experts):
             assert isinstance(mlp.gate_up, tuple)
             assert isinstance(mlp.down, tuple)
             ups, downs = torch.stack([of(w) for w in mlp.gate_up]), torch.stack([of(w) for w in mlp.down])
-            mlp = replace(mlp, router=one(mlp.router), gate_up=ups, down=downs)
-        elif isinstance(mlp, PlainMLP):
-            mlp = replace(mlp, up=one(mlp.up), down=one(mlp.down))
-        else:
-            mlp = replace(mlp, gate_up=one(mlp.gate_up), down=one(mlp.down))
+            latent = {name: one(linear) for name in LATENT if (linear := getattr(mlp, name)) is not None}
+            shared = None if mlp.shared is None else feed_forward(mlp.shared)
+            assert not isinstance(shared, Experts)
+            return replace(mlp, router=one(mlp.router), gate_up=ups, down=downs, shared=shared, **latent)
+        if isinstance(mlp, PlainMLP):
+            return replace(mlp, up=one(mlp.up), down=one(mlp.down))
+        return replace(mlp, gate_up=one(mlp.gate_up), down=one(mlp.down))
+
+    def layer(block: AnyLayer) -> AnyLayer:
+        assert isinstance(block, Layer | PostNormLayer)
+        mlp = feed_forward(block.mlp)
         attention = replace(block.attention, qkv=one(block.attention.qkv), out=one(block.attention.out))
         return replace(block, attention=attention, mlp=mlp)
 

@@ -281,7 +281,9 @@ class FusedPlan:
         reads, beside = ("expert_act", "experts", "shares"), (*self._beside_x, writes, "y_stats")
         given = s.expert_act, flat(mlp.down)
         if mlp.out_of_latent is None:
-            run = self._kernels.experts_down(*given, out, s.experts[number], s.shares, self._n_rows, bias=mlp.down_bias, **left)
+            run = self._kernels.experts_down(
+                *given, out, s.experts[number], s.shares, self._n_rows, bias=mlp.down_bias, **left
+            )
             self._add(f"{at}.down", "down", run, (*reads, writes), beside, {f"{at}.down": given[1]}, share)
         else:
             chosen = s.experts[number], s.shares, self._n_rows

@@ -91,9 +91,7 @@ def experts_torch(
     return out
 
 
-def _through(
-    x: Tensor, weight: Weight | tuple[Weight, ...], bias: Tensor | None, expert: int, n_rows: int
-) -> Tensor:
+def _through(x: Tensor, weight: Weight | tuple[Weight, ...], bias: Tensor | None, expert: int, n_rows: int) -> Tensor:
     one = weight[expert] if isinstance(weight, tuple) else expert_of(weight, expert, n_rows, x.dtype)
     return linear_torch(x, one, None if bias is None else bias[expert].to(x.dtype))
 
