@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import math
 from itertools import product
+from typing import Any, Final, Literal
 
 import numpy as np
 import pytest
@@ -21,12 +22,13 @@ from ostinato.models.shape import ExpertGroups, ExpertShape
 
 N, USED, ROWS = 12, 3, 5
 GROUPS = (None, ExpertGroups(4, 2, 1), ExpertGroups(3, 2, 2))
+SCORING: Final[tuple[Literal["softmax", "sigmoid"], ...]] = ("softmax", "sigmoid")
 SHAPES = [
     ExpertShape(
         N, USED, 8, renormalise, scoring=scoring, choice_bias=bias, groups=groups, share_scale=2.5 if bias else 1.0,
         shared_gate=renormalise,
     )
-    for scoring, renormalise, bias, groups in product(("softmax", "sigmoid"), (True, False), (True, False), GROUPS)
+    for scoring, renormalise, bias, groups in product(SCORING, (True, False), (True, False), GROUPS)
 ]  # fmt: skip
 
 
@@ -86,7 +88,7 @@ def by_native(scores: Tensor, bias: Tensor | None, shape: ExpertShape) -> tuple[
 def by_kernel(scores: Tensor, bias: Tensor | None, shape: ExpertShape) -> tuple[Tensor, Tensor, Tensor]:
     chosen, shares = torch.zeros(ROWS, shape.n_used, dtype=torch.int32), torch.zeros(ROWS, shape.n_used)
     shared, live = torch.zeros(ROWS), torch.tensor([ROWS], dtype=torch.int32)
-    more = {"shape": shape, "bias": bias, "shared": shared if shape.shared_gate else None}
+    more: dict[str, Any] = {"shape": shape, "bias": bias, "shared": shared if shape.shared_gate else None}
     bind_route(scores, chosen, shares, live, **more)()
     return chosen.long(), shares, shared
 

@@ -408,8 +408,8 @@ def _check_experts(experts: ExpertShape, f: Fields) -> None:
     if groups is not None:
         if n_open % groups.n_groups or n_open // groups.n_groups < groups.n_best or groups.n_used > groups.n_groups:
             raise BadFile(
-                f"{f.path}: {n_open} experts cannot be {groups.n_groups} groups of at least {groups.n_best}, of which a "
-                f"row uses {groups.n_used}"
+                f"{f.path}: {n_open} experts cannot be {groups.n_groups} groups of at least {groups.n_best}, of which "
+                f"a row uses {groups.n_used}"
             )
         n_open = n_open // groups.n_groups * groups.n_used
     if experts.n_used > n_open:

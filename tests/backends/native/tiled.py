@@ -101,7 +101,9 @@ def tiled(model: Model, pack: Pack | None = None) -> Model:
                 tuple(map(halves if block.experts.gated else pack, block.gate_up)),
                 tuple(map(pack, block.down)),
             )
-            latent = {name: one(linear) for name in LATENT if (linear := getattr(block, name)) is not None}
+            latent: dict[str, Any] = {
+                name: one(linear) for name in LATENT if (linear := getattr(block, name)) is not None
+            }
             shared = None if block.shared is None else mlp(block.shared)
             assert not isinstance(shared, Experts)
             return replace(block, router=one(block.router), gate_up=gate_ups, down=downs, shared=shared, **latent)
@@ -140,7 +142,9 @@ def dense(model: Model) -> Model:
             assert isinstance(mlp.gate_up, tuple)
             assert isinstance(mlp.down, tuple)
             ups, downs = torch.stack([of(w) for w in mlp.gate_up]), torch.stack([of(w) for w in mlp.down])
-            latent = {name: one(linear) for name in LATENT if (linear := getattr(mlp, name)) is not None}
+            latent: dict[str, Any] = {
+                name: one(linear) for name in LATENT if (linear := getattr(mlp, name)) is not None
+            }
             shared = None if mlp.shared is None else feed_forward(mlp.shared)
             assert not isinstance(shared, Experts)
             return replace(mlp, router=one(mlp.router), gate_up=ups, down=downs, shared=shared, **latent)

@@ -298,7 +298,7 @@ class FusedPlan:
     ) -> None:
         """Add to the residual stream, and leave what the norm that follows needs of it."""
         out, stats, prepared = self._residual_or_y(after, following)
-        left = {"epilogue": "add" if after is None else "store", "stats": stats, "prepared": prepared}
+        left: dict[str, Any] = {"epilogue": "add" if after is None else "store", "stats": stats, "prepared": prepared}
         self._product(name, kind, given, linear, out, **left)
         if after is not None:
             self._add_norm(name, after, following)

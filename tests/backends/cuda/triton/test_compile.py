@@ -13,6 +13,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,11 +89,22 @@ def gemm_case(type: str) -> Case:
 def expert_cases() -> list[Case]:
     from ostinato.backends.cuda.triton.experts import bind_experts_down, bind_experts_gate_up, bind_route
     from ostinato.backends.weights import Stack
+    from ostinato.models.shape import ExpertGroups, ExpertShape
 
     x, act = torch.zeros(8, 1024), torch.zeros(8, 2, 512)
     live, chosen = torch.ones(1, dtype=torch.int32), torch.zeros(8, 2, dtype=torch.int32)
     shares = torch.zeros(8, 2)
-    cases = [case_of("route", bind_route(torch.zeros(8, 60), chosen, shares, live, n_used=2, renormalise=True))]
+    plain = ExpertShape(60, 2, 8, renormalise=True)
+    groups = replace(plain, scoring="sigmoid", choice_bias=True, groups=ExpertGroups(5, 2, 2), shared_gate=True)
+    beside = {"bias": torch.zeros(60), "shared": torch.zeros(8)}
+    routes = {
+        "route": bind_route(torch.zeros(8, 60), chosen, shares, live, shape=plain),
+        "route by groups": bind_route(torch.zeros(8, 61), chosen, shares, live, shape=groups, **beside),
+    }
+    cases = [case_of(name, launch) for name, launch in routes.items()]
+    more: dict[str, Any] = {"activation": "relu2", "bias": torch.zeros(4, 512), "gated": False}
+    biased = bind_experts_gate_up(x, weights("BF16", 2048, 1024), act, chosen, live, **more)
+    cases.append(case_of("plain experts with biases", biased))
     # Q6_K takes the compiler longer here than all others together; its decoding is compiled below every day.
     for type in ("Q4_0", "Q8_0", "Q4_K", *(("Q6_K",) if soaking() else ())):
         launch = bind_experts_gate_up(x, weights(type, 2048, 1024), act, chosen, live, activation="silu")

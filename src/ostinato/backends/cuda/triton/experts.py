@@ -86,8 +86,8 @@ def best_groups(choice, GROUPS: tl.constexpr, GROUPS_WIDE: tl.constexpr, SIZE_WI
 def route_kernel(
     score_ptr, bias_ptr, expert_ptr, share_ptr, shared_ptr, n_rows_ptr, scale,
     N_SCORES: tl.constexpr, N_EXPERTS: tl.constexpr, N_USED: tl.constexpr, SIGMOID: tl.constexpr,
-    BY_SCORE: tl.constexpr, RENORMALISE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_WIDE: tl.constexpr, SIZE_WIDE: tl.constexpr,
-    GROUPS_USED: tl.constexpr, N_BEST: tl.constexpr, LEAST: tl.constexpr,
+    BY_SCORE: tl.constexpr, RENORMALISE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_WIDE: tl.constexpr,
+    SIZE_WIDE: tl.constexpr, GROUPS_USED: tl.constexpr, N_BEST: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """One program a row: its N_USED experts, in order of id, and how much it takes of each. Lane i has expert `e`:
     groups begin at multiples of SIZE_WIDE."""

@@ -376,7 +376,8 @@ def with_other_parts(
 def matmul_kernel(
     x_ptr, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr, out_ptr, n_rows_ptr,
     stats_in_ptr, norm_weight_ptr, norm_bias_ptr, eps,
-    bias_ptr, scale_ptr, scale, share_ptr, softcap, stats_ptr, prepared_ptr, prepared_weight_ptr, partial_ptr, counter_ptr,
+    bias_ptr, scale_ptr, scale, share_ptr, softcap, stats_ptr, prepared_ptr, prepared_weight_ptr, partial_ptr,
+    counter_ptr,
     N: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr, OUT_STRIDE: tl.constexpr, N_STATS: tl.constexpr,
     K_STATS: tl.constexpr, STATS_WIDE: tl.constexpr, NORM: tl.constexpr, EPILOGUE: tl.constexpr,
     ACTIVATION: tl.constexpr,

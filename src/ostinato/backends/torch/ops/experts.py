@@ -44,7 +44,7 @@ def _of_best_groups(choice: Tensor, experts: ExpertShape) -> Tensor:
     groups = experts.groups
     if groups is None:
         return choice
-    by_group = choice.unflatten(-1, (groups.n_groups, -1))
+    by_group = choice.view(len(choice), groups.n_groups, -1)
     strength = by_group.topk(groups.n_best, -1).values.sum(-1)
     best = torch.zeros_like(strength, dtype=torch.bool).scatter(-1, _largest(strength, groups.n_used), True)
     return by_group.masked_fill(~best[..., None], -torch.inf).flatten(-2)
@@ -76,7 +76,7 @@ def experts_torch(
     down_bias: Tensor | None = None,
 ) -> Tensor:
     """x [rows, width] through its chosen experts; gate_up [experts, 2 * ff, width] (or [experts, ff, width] where they
-    are not `gated`), down [experts, width, ff], each as one weight or as one for each expert; a bias has a row for each.
+    are not `gated`), down [experts, width, ff], each as one weight or as one for each expert; biases have a row each.
 
     Packed matrices stand on top of each other, a `Stack` is (gate, up) of all experts. Experts are added in order of
     their id, so that a row's sum does not depend on its neighbours.
