@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -12,29 +12,43 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.text.answer import AnswerReader, Delta, Parser
-from ostinato.text.call_parser import CallObject, JsonCalls, TagCalls
+from ostinato.text.call_parser import CallObject, JsonCalls
+from ostinato.text.tools import FormatName, Tool, ToolFormat
 
 Call = tuple[str | None, str]
 MakeParser = Callable[[Callable[[], str]], Parser]
 
 
-def hermes(new_id: Callable[[], str]) -> Parser:
-    return JsonCalls(["<tool_call>"], ["</tool_call>"], new_id)
+TEXT = {"properties": {"a": {"type": "string"}}}
+TOOLS = (Tool("f", "", TEXT), Tool("g", "", {}))
+
+
+def made_by(name: FormatName) -> MakeParser:
+    """The parser of a format, as `ToolFormat` makes it, with ids of ours."""
+
+    def make(new_id: Callable[[], str]) -> Parser:
+        parser = ToolFormat(name, (), {}).parser(TOOLS)
+        parser._new_id = new_id  # type: ignore[attr-defined]
+        return parser
+
+    return make
+
+
+hermes, mistral, tags = made_by("hermes"), made_by("mistral"), made_by("tags")
+keys, seed, atem = made_by("key-tags"), made_by("seed"), made_by("atem")
+python, gemma, harmony = made_by("python"), made_by("gemma"), made_by("harmony")
+deepseek, fenced = made_by("deepseek"), made_by("deepseek-fenced")
+nemotron, cohere, granite = made_by("nemotron"), made_by("cohere"), made_by("granite")
 
 
 def llama(new_id: Callable[[], str]) -> Parser:
     return JsonCalls(["<|python_tag|>"], [], new_id, bare=True, known={"f", "g"})
 
 
-def mistral(new_id: Callable[[], str]) -> Parser:
-    return JsonCalls(["[TOOL_CALLS]"], [], new_id, named=True)
-
-
-def tags(new_id: Callable[[], str]) -> Parser:
-    return TagCalls(new_id, {"f": {"properties": {"a": {"type": "string"}}}})
-
-
-ALL: tuple[MakeParser, ...] = (hermes, llama, mistral, tags)
+ALL: tuple[MakeParser, ...] = (
+    *(hermes, llama, mistral, tags, keys, seed, atem, python, gemma),
+    *(deepseek, fenced, nemotron, cohere, granite, harmony),
+)
 
 
 def read(make: MakeParser, pieces: Sequence[str]) -> tuple[str, list[Call]]:
@@ -59,6 +73,12 @@ def read(make: MakeParser, pieces: Sequence[str]) -> tuple[str, list[Call]]:
         calls[-1][2].append(delta.call.arguments)
     return "".join(delta.content for delta in deltas), [(name, "".join(parts)) for _, name, parts in calls]
 
+
+SEP, BEGIN, END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+FIRST, LAST = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+START, STOP = "<|tool_call_start|>", "<|tool_call_end|>"
+CALL, NO_CALL = "<tool_call>", "</tool_call>"
+KEY_A, KEY_B = "<arg_key>a</arg_key>", "<arg_key>b</arg_key>"
 
 CASES: list[tuple[MakeParser, str, str, list[Call]]] = [
     (hermes, "just text", "just text", []),
@@ -99,7 +119,94 @@ CASES: list[tuple[MakeParser, str, str, list[Call]]] = [
     (tags, '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>', "", [("f", '{"a": "x"}')]),
     (tags, "<function=f></function> after", "after", [("f", "{}")]),
     (tags, "half <function=f><parameter=a>1", "half <function=f><parameter=a>1", []),
-]  # fmt: skip
+    (tags, f"{CALL}<function=f><parameter=a>1</parameter></function>", "", [("f", '{"a": "1"}')]),
+    (tags, f"{CALL}<function=f></function>{CALL}<function=g></function>{NO_CALL}", "", [("f", "{}"), ("g", "{}")]),
+    (tags, "see <tool_call>this</tool_call> ?", "see <tool_call>this</tool_call> ?", []),
+    (
+        seed,
+        "<seed:tool_call>\n<function=f>\n<parameter=a>1\n2</parameter>\n</function>\n</seed:tool_call>",
+        "",
+        [("f", '{"a": "1\\n2"}')],
+    ),
+    (
+        keys,
+        f"hm\n{CALL}f\n{KEY_A}\n<arg_value>1</arg_value>\n{KEY_B}<arg_value>[1]</arg_value>{NO_CALL}",
+        "hm",
+        [("f", '{"a": "1", "b": [1]}')],
+    ),
+    (
+        keys,
+        f"{CALL}g{NO_CALL}\n{CALL}f{KEY_A}<arg_value> x </arg_value>{NO_CALL} so",
+        "so",
+        [("g", "{}"), ("f", '{"a": " x "}')],
+    ),
+    (keys, f"{CALL}never{NO_CALL} {CALL}g h{NO_CALL}", f"{CALL}never{NO_CALL} {CALL}g h{NO_CALL}", []),
+    (keys, f"{CALL}f{KEY_A}{NO_CALL}", f"{CALL}f{KEY_A}{NO_CALL}", []),
+    (
+        atem,
+        '<atem:function_calls>\n<atem:invoke name="f">\n<atem:parameter name="a">1</atem:parameter>\n'
+        '<atem:parameter name="b">[true]</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
+        "",
+        [("f", '{"a": "1", "b": [true]}')],
+    ),
+    (
+        python,
+        f'I look.{START}[f(a="x", b=[1, -2.5], c={{"d": None}}), g()]{STOP}So.',
+        "I look.So.",
+        [("f", '{"a": "x", "b": [1, -2.5], "c": {"d": null}}'), ("g", "{}")],
+    ),
+    (python, f"{START}[f(a='it\\'s', b=True,)]{STOP}", "", [("f", '{"a": "it\'s", "b": true}')]),
+    (python, f'{START}[{{"name": "f", "arguments": {{"a": 1}}}}]{STOP}', "", [("f", '{"a": 1}')]),
+    (python, f"{START}[f(1)]{STOP} no", f"{START}[f(1)]{STOP} no", []),
+    (python, f"{START}[f(a=g())]{STOP}", f"{START}[f(a=g())]{STOP}", []),
+    (python, f"{START}[f(a=1e999)]", f"{START}[f(a=1e999)]", []),
+    (python, f"{START}[f(a='\\U00110000')]", f"{START}[f(a='\\U00110000')]", []),
+    (
+        gemma,
+        '<|tool_call>call:f{a:<|"|>Ro"me, {x}<|"|>,b:[1,true],c:{d:<|"|><|"|>}}<tool_call|>',
+        "",
+        [("f", '{"a": "Ro\\"me, {x}", "b": [1, true], "c": {"d": ""}}')],
+    ),
+    (
+        gemma,
+        '<|tool_call>call:f{}<tool_call|><|tool_call>call:g{"a": "b"}<tool_call|>',
+        "",
+        [("f", "{}"), ("g", '{"a": "b"}')],
+    ),
+    (gemma, "<|tool_call>call:f{a:b}<tool_call|>", "<|tool_call>call:f{a:b}<tool_call|>", []),
+    (
+        deepseek,
+        f'Ok{FIRST}{BEGIN}f{SEP}{{"a": 1}}{END}{BEGIN}g{SEP}{{}}{END}{LAST}',
+        "Ok",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    (
+        fenced,
+        f'{FIRST}{BEGIN}function{SEP}f\n```json\n{{"a": 1}}\n```{END}{LAST}',
+        "",
+        [("f", '{"a": 1}')],
+    ),
+    (
+        nemotron,
+        '<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]</TOOLCALL>',
+        "",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    (
+        cohere,
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}\n]<|END_ACTION|>',
+        "",
+        [("f", '{"a": 1}')],
+    ),
+    (granite, '<|tool_call|>[{"name": "f", "arguments": {}}]', "", [("f", "{}")]),
+    (
+        harmony,
+        '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>',
+        "",
+        [("f", '{"a": 1}')],
+    ),
+    (mistral, '[TOOL_CALLS]f{"a": 1}', "", [("f", '{"a": 1}')]),
+]
 
 
 @pytest.mark.parametrize(("make", "text", "content", "calls"), CASES)
@@ -121,36 +228,108 @@ calls = st.lists(
 )
 
 
-def written(make: MakeParser, made: Sequence[tuple[str, dict[str, Any]]], spaced: bool) -> str:
-    between = {} if spaced else {"separators": (",", ":")}
-    member = "parameters" if make is llama else "arguments"
-    texts = [json.dumps({"name": name, member: arguments}, **between) for name, arguments in made]  # type: ignore[arg-type]
-    if make is hermes:
-        return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
-    return "[TOOL_CALLS][" + ", ".join(texts) + "]" if make is mistral else "; ".join(texts)
+Made = Sequence[tuple[str, dict[str, Any]]]
 
 
-@given(make=st.sampled_from([hermes, llama, mistral]), made=calls, spaced=st.booleans(), cuts=st.data())
+def as_json(made: Made, member: str = "arguments", name: str = "name") -> list[str]:
+    return [json.dumps({name: function, member: arguments}) for function, arguments in made]
+
+
+def as_gemma(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{as_gemma(key)}:{as_gemma(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(as_gemma, value)) + "]"
+    return json.dumps(value)
+
+
+def as_python(made: Made) -> str:
+    return ", ".join(f"{name}({', '.join(f'{key}={value!r}' for key, value in a.items())})" for name, a in made)
+
+
+def as_keys(arguments: Mapping[str, Any]) -> str:
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    return "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in texts.items())
+
+
+WRITTEN: dict[MakeParser, Callable[[Made], str]] = {
+    hermes: lambda made: "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in as_json(made)),
+    llama: lambda made: "; ".join(as_json(made, "parameters")),
+    mistral: lambda made: f"[TOOL_CALLS][{', '.join(as_json(made))}]",
+    nemotron: lambda made: f"<TOOLCALL>[{', '.join(as_json(made))}]</TOOLCALL>",
+    granite: lambda made: f"<|tool_call|>[{', '.join(as_json(made))}]",
+    cohere: lambda made: f"<|START_ACTION|>[{', '.join(as_json(made, 'parameters', 'tool_name'))}]<|END_ACTION|>",
+    deepseek: lambda made: "".join(f"{BEGIN}{name}{SEP}{json.dumps(a)}{END}" for name, a in made),
+    fenced: lambda made: "".join(f"{BEGIN}function{SEP}{n}\n```json\n{json.dumps(a)}\n```{END}" for n, a in made),
+    gemma: lambda made: "".join(f"<|tool_call>call:{name}{as_gemma(a)}<tool_call|>" for name, a in made),
+}
+NAMED: dict[MakeParser, Callable[[Made], str]] = {
+    python: lambda made: f"<|tool_call_start|>[{as_python(made)}]<|tool_call_end|>",
+    keys: lambda made: "\n".join(f"<tool_call>{name}\n{as_keys(a)}</tool_call>" for name, a in made),
+}
+
+
+@given(make=st.sampled_from(sorted(WRITTEN, key=list(WRITTEN).index)), made=calls, cuts=st.data())
 def test_what_was_written_is_read_again(
-    make: MakeParser, made: list[tuple[str, dict[str, Any]]], spaced: bool, cuts: st.DataObject
+    make: MakeParser, made: list[tuple[str, dict[str, Any]]], cuts: st.DataObject
 ) -> None:
-    text = written(make, made, spaced)
+    assert_read_again(make, WRITTEN[make](made), made, cuts)
+
+
+words = st.text(st.characters(whitelist_categories=["Ll"]), min_size=1, max_size=4).map(lambda word: f"k{word}")
+letters = st.characters(exclude_characters="<|>", exclude_categories=["Cs"])
+plain_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(letters, max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=2), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    make=st.sampled_from(sorted(NAMED, key=list(NAMED).index)),
+    made=st.lists(st.tuples(st.sampled_from("fg"), st.dictionaries(words, plain_values, max_size=3)), min_size=1),
+    cuts=st.data(),
+)
+@settings(max_examples=60)
+def test_names_and_literals_that_were_written_are_read_again(
+    make: MakeParser, made: list[tuple[str, dict[str, Any]]], cuts: st.DataObject
+) -> None:
+    if make is keys:  # a text that looks like another value is one, where no schema says that it is text
+        made = [(name, {key: loads(value) for key, value in a.items()}) for name, a in made]
+    assert_read_again(make, NAMED[make](made), made, cuts)
+
+
+def loads(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def assert_read_again(make: MakeParser, text: str, made: Made, cuts: st.DataObject) -> None:
     at = sorted(cuts.draw(st.sets(st.integers(1, len(text)))))
     pieces = [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
     content, found = read(make, pieces)
     assert content == ""
-    assert [(name, json.loads(arguments)) for name, arguments in found] == made
+    assert [(name, json.loads(arguments)) for name, arguments in found] == list(made)
 
 
 PARTS = [
     "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<function=f>", "</function>",
     "<parameter=a>", "</parameter>", '{"name": "f"', '"arguments": {', '"a": 1', "}", "}}", ", ", " ", "\n", "f", '"',
     "[", "]", "\\", "{", '"name": "g"', "so", "<",
+    "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call_start|>", "<|tool_call_end|>", "f(a=", "1)",
+    "<|tool_call>", "<tool_call|>", "call:f{", 'a:<|"|>', '<|"|>', "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
+    "<seed:tool_call>", "</seed:tool_call>", "<TOOLCALL>", "</TOOLCALL>", "<|tool_call|>", "<|START_ACTION|>", "```",
+    '<atem:function_calls><atem:invoke name="f">', "</atem:invoke></atem:function_calls>",
+    "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>", "<|call|>",
 ]  # fmt: skip
 
 
 @given(make=st.sampled_from(ALL), text=st.lists(st.sampled_from(PARTS), max_size=14).map("".join), cuts=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_any_text_is_read_the_same_whole_or_in_pieces(make: MakeParser, text: str, cuts: st.DataObject) -> None:
     at = sorted(cuts.draw(st.sets(st.integers(0, len(text)), max_size=20)))
     pieces = [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
@@ -159,7 +338,7 @@ def test_any_text_is_read_the_same_whole_or_in_pieces(make: MakeParser, text: st
 
 @given(text=st.text(max_size=80))
 def test_text_without_a_call_is_content_to_the_letter(text: str) -> None:
-    for make in (hermes, mistral, tags):
+    for make in (make for make in ALL if make is not llama):
         assert read(make, [text]) == (text, [])
 
 
@@ -203,7 +382,7 @@ def test_a_reader_that_is_to_pass_on_one_call_leaves_out_the_others() -> None:
 def test_an_object_between_tags_that_is_no_call_is_content(object: str) -> None:
     text = f"a <tool_call>{object}</tool_call> b<function=f></function>"
     for pieces in ([text], list(text)):
-        reader = AnswerReader(calls=TagCalls(lambda: "id", {}))
+        reader = AnswerReader(calls=tags(lambda: "id"))
         deltas = [delta for piece in pieces for delta in reader.feed(piece)] + reader.finish()
         assert [delta.call.name for delta in deltas if delta.call is not None] == ["f"]
         assert "".join(delta.content for delta in deltas) == f"a <tool_call>{object}</tool_call> b"

@@ -11,17 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.options import Sampling
+from ostinato.text import channels
 from ostinato.text.answer import AnswerReader
 from ostinato.text.call_parser import JsonCalls
 from ostinato.text.folder import tokenizer_from_folder
 from ostinato.text.grammar import Grammars
-from ostinato.text.reasoning import Reasoning
+from ostinato.text.reasoning import Channels, Reasoning
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tokenizer import Tokenizer
+from ostinato.text.tools import Tool, ToolFormat
 from tests.models import tiny_text
 from tests.text.test_grammar import allowed
 
-THINK = Reasoning("<think>", "</think>", {})
+THINK = Reasoning("<think>", "</think>", ("<think>", "</think>"), {})
 
 
 def tokenizer() -> Tokenizer:
@@ -80,6 +82,8 @@ def test_calls_are_looked_for_in_the_answer_and_not_in_the_reasoning() -> None:
     [
         ("{% if '</think>' in content %}", ("<think>", "</think>")),
         ("[THINK]{{ x }}[/THINK]", ("[THINK]", "[/THINK]")),
+        ("<seed:think>{{ x }}</seed:think>", ("<seed:think>", "</seed:think>")),
+        ("<|channel>thought{{ x }}<channel|>", ("<|channel>thought", "<channel|>")),
         ("{{ messages }}", None),
     ],
 )
@@ -125,7 +129,8 @@ def test_thinking_is_free_before_an_answer_that_follows_a_rule(sampling: Samplin
 
 def test_marks_that_are_control_tokens_are_named_by_their_ids() -> None:
     known = tokenizer()
-    reasoning = Reasoning("<|im_start|>", "<|im_end|>", {"<|im_start|>": 1, "<|im_end|>": 2})
+    marks = "<|im_start|>", "<|im_end|>"
+    reasoning = Reasoning(*marks, marks, {"<|im_start|>": 1, "<|im_end|>": 2})
     grammar = reasoning.before(Sampling(choice=("a",)), "").grammar
     assert grammar is not None
     assert "<[1]>" in json.loads(grammar)["grammars"][0]["lark_grammar"]
@@ -153,3 +158,117 @@ def test_reasoning_that_began_in_a_continued_message_goes_on(
     deltas = [delta for character in text for delta in reader.feed(character)] + reader.finish()
     assert "".join(delta.reasoning for delta in deltas) == reasoning
     assert "".join(delta.content for delta in deltas) == content
+
+
+# Channels
+
+CHANNELS = Channels("<|channel|>analysis<|message|>", "<|end|>", channels.MARKERS, {}, "<|channel|>final<|message|>")
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+
+
+def read_channels(pieces: list[str], *, said: str = "") -> tuple[str, str, list[tuple[str, str]]]:
+    """Reasoning, content and calls."""
+    parser = CHANNELS.continued(said) if said else CHANNELS.parser("")
+    calls = ToolFormat("harmony", channels.MARKERS, {}).parser([Tool("f", "", {})])
+    reader = AnswerReader(parser, calls)
+    deltas = [delta for piece in pieces for delta in reader.feed(piece)] + reader.finish()
+    found: dict[int, list[str]] = {}
+    for delta in deltas:
+        if delta.call is not None:
+            found.setdefault(delta.call.index, [delta.call.name or ""]).append(delta.call.arguments)
+    texts = "".join(delta.reasoning for delta in deltas), "".join(delta.content for delta in deltas)
+    return *texts, [(name, "".join(parts)) for name, *parts in found.values()]
+
+
+CALL = ("f", '{"a": 1}')
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "calls"),
+    [
+        (f"<|channel|>analysis<|message|>hm <x>\n<|end|>{FINAL}Yes.", "hm <x>\n", "Yes.", []),
+        ("<|channel|>final<|message|>Yes.<|return|>", "", "Yes.", []),
+        ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{\"a\": 1}<|call|>", "", "", [CALL]),
+        (" to=functions.f<|channel|>commentary json<|message|>{\"a\": 1}<|call|>", "", "", [CALL]),
+        (" to=functions.f<|channel|>commentary<|message|>{\"a\": 1}", "", "", [CALL]),
+        (
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+            "<|start|>assistant<|channel|>analysis<|message|>f it is<|end|>"
+            "<|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>{\"a\": 1}<|call|>",
+            "hm\n\nf it is",
+            "I look.",
+            [CALL],
+        ),
+        ("<|channel|>analysis<|message|>on and on", "on and on", "", []),
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant", "hm", "", []),
+        ("No header at all.", "", "No header at all.", []),
+        ("A <|message|> of mine", "", "A <|message|> of mine", []),
+        (" to=functions.f<|channel|>commentary json<|message|>no", "", "f<|channel|>commentary json<|message|>no", []),
+        (" to=self<|message|>hm<|eom|><|start|>assistant to=user<|message|>Yes.<|eot|>", "hm", "Yes.", []),
+        ("", "", "", []),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_channels_are_told_apart_however_the_text_is_cut(
+    text: str, reasoning: str, content: str, calls: list[tuple[str, str]], size: int
+) -> None:
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    assert read_channels(pieces) == (reasoning, content, calls)
+
+
+PARTS = [
+    *channels.MARKERS,
+    "assistant",
+    "analysis",
+    "final",
+    "commentary",
+    " to=functions.f",
+    " json",
+    '{"a": 1}',
+    "so ",
+]
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=16).map("".join), st.data())
+def test_any_messages_are_read_the_same_whole_or_in_pieces(text: str, cuts: st.DataObject) -> None:
+    at = sorted(cuts.draw(st.sets(st.integers(0, len(text)), max_size=10)))
+    pieces = [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
+    assert read_channels(pieces) == read_channels([text])
+
+
+def test_a_continued_message_is_one_that_the_user_reads() -> None:
+    assert read_channels(["s, ", "it is."], said="Ye") == ("", "s, it is.", [])
+
+
+@pytest.mark.parametrize(
+    ("source", "final"),
+    [
+        ("<|start|>assistant<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+        ("<|start|>assistant to=self<|message|>", " to=user<|message|>"),
+    ],
+)
+def test_the_template_shows_which_messages_an_answer_has(source: str, final: str) -> None:
+    found = Reasoning.for_template(ChatTemplate(source, bos_token="", eos_token=""), tokenizer())
+    assert isinstance(found, Channels)
+    assert found.final == final
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda sampling: sampling.rule.kind)
+def test_an_answer_that_follows_a_rule_is_a_final_message(sampling: Sampling) -> None:
+    known = tokenizer()
+    grammars = Grammars(known, known.vocab_size)
+
+    def ends(text: str, *, calls: bool = False) -> bool | None:
+        matcher = grammars.matcher(CHANNELS.before(sampling, "<|start|>assistant", calls=calls))
+        assert matcher is not None
+        for id in known.encode(text, bos=False):
+            if id not in allowed(matcher.mask()):
+                return None
+            matcher.take(id)
+        return bool(set(allowed(matcher.mask())) & matcher.ends)
+
+    assert ends("<|channel|>final<|message|>42")
+    assert ends(f"<|channel|>analysis<|message|>so\n<|end|>{FINAL}42")
+    assert ends("42") is None
+    assert ends("42", calls=True)
+    assert ends("<|channel|>final<|message|>a") is None

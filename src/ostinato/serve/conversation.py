@@ -160,8 +160,8 @@ def prepare(
         sampling = _calling(speaks, asked)
     thinking = service.reasoning
     if thinking is not None:
-        sampling = thinking.before(sampling, text)
-    show = (*(speaks.markers if tools else ()), *((thinking.begin, thinking.end) if thinking is not None else ()))
+        sampling = thinking.before(sampling, text, calls=sampling.rule != asked.sampling.rule)
+    show = (*(speaks.markers if tools else ()), *(thinking.markers if thinking is not None else ()))
 
     said = _text_of(asked.messages[-1]) if asked.continues else ""
 

@@ -1,14 +1,14 @@
 """Parses calls while they are generated: markers in text, and JSON objects character by character.
 
-Models write calls into their text, each family in its own format; `tools.py` knows which. The text is untrusted:
-whatever is not a call is returned as content, character by character, and nothing is lost.
+Models write calls into their text, each family in its own format; `tools.py` knows which, and `block_calls.py` reads
+those that are no JSON. The text is untrusted: whatever is not a call is returned as content, character by character.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, Literal
 
 from ostinato.text.answer import CallDelta, Delta
@@ -92,7 +92,7 @@ class CallObject:
 
     def _end_value(self, character: str) -> None:
         value = self._loaded()
-        if self._key in ("name", "function") and isinstance(value, str):
+        if self._key in ("name", "tool_name", "function") and isinstance(value, str):
             self.name = value
         if self._key in _ARGUMENTS:
             self._arguments = list(value if isinstance(value, str) else "".join(self._token).rstrip())
@@ -126,8 +126,8 @@ class CallObject:
 class JsonCalls:
     """Reads calls that are JSON objects behind a marker, alone or in a list; bare at the start where `bare`.
 
-    `named`: a call may also be a name, `[ARGS]` and its arguments. `known`: a bare object is a call if its name is one
-    of these, and else it is content.
+    `named`: what a call's name looks like where it stands before the arguments, with one group around the name; an
+    object of them follows. `known`: a bare object is a call if its name is one of these, and else it is content.
     """
 
     def __init__(
@@ -137,11 +137,12 @@ class JsonCalls:
         new_id: NewId,
         *,
         bare: bool = False,
-        named: bool = False,
+        named: str | None = None,
         known: Collection[str] = (),
     ) -> None:
         self._openers, self._closers = tuple(openers), tuple(closers)
-        self._new_id, self._named, self._known = new_id, named, known
+        self._new_id, self._known = new_id, known
+        self._named = None if named is None else re.compile(rf"{named}\s*(?=\{{)")
         self._state: Literal["start", "text", "calls", "name", "object"] = "start" if bare else "text"
         self._marked = False  # whether the current call began with a marker
         self._buffer = ""  # not read yet
@@ -221,7 +222,7 @@ class JsonCalls:
 
     def _read_name(self, last: bool) -> list[Delta]:
         """A name and then arguments: `name[ARGS]{...}`."""
-        found = re.match(r"([\w.-]{1,256})(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(?=\{)", self._buffer)
+        found = None if self._named is None else self._named.match(self._buffer)
         if found is None:
             if "{" in self._buffer or len(self._buffer) > 1024:
                 self._state = "text"
@@ -271,98 +272,6 @@ class JsonCalls:
         """Return what was read as content, unless its start was returned as a call; the rest is text."""
         self._state = "text"
         return [] if self._began else _content("".join(self._raw))
-
-
-class TagCalls:
-    """Reads calls that are tags: `<function=name><parameter=key>value</parameter></function>`, each when complete.
-
-    A JSON object between the outer tags is a call too.
-    """
-
-    def __init__(self, new_id: NewId, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        """`schemas`: each function's parameters, by its name: they say which values are text."""
-        self._new_id, self._schemas = new_id, schemas
-        self._buffer = ""
-        self._index = -1
-        self._after_call = False
-
-    def feed(self, text: str) -> list[Delta]:
-        self._buffer += text
-        deltas: list[Delta] = []
-        while True:
-            if self._after_call and not self._skip_end():
-                return deltas
-            if "</function>" not in self._buffer and _TAG_END not in self._buffer:
-                break
-            found = _TAGGED.search(self._buffer)
-            if found is None:
-                break
-            call = self._read(found)
-            if call is None:
-                deltas += _content(self._buffer[: found.end()])
-                self._buffer = self._buffer[found.end() :]
-                continue
-            deltas += _content(self._buffer[: found.start()].rstrip())
-            self._buffer, self._after_call = self._buffer[found.end() :], True
-            self._index += 1
-            name, arguments = call
-            deltas.append(
-                Delta(call=CallDelta(self._index, self._new_id(), name, json.dumps(arguments, ensure_ascii=False)))
-            )
-        if not any(opener in self._buffer for opener in _TAG_OPENERS):
-            keep = open_end(self._buffer, _TAG_OPENERS)
-            said = self._buffer[: len(self._buffer) - keep].rstrip()
-            self._buffer = self._buffer[len(said) :]
-            deltas += _content(said)
-        return deltas
-
-    def finish(self) -> list[Delta]:
-        held, self._buffer = self._buffer, ""
-        return [] if self._after_call else _content(held)
-
-    def _skip_end(self) -> bool:
-        """Skip the end of a call; False while it has not arrived."""
-        text = self._buffer.lstrip()
-        if len(text) < len(_TAG_END) and _TAG_END.startswith(text):
-            return False
-        self._buffer, self._after_call = text.removeprefix(_TAG_END).lstrip(), False
-        return True
-
-    def _read(self, found: re.Match[str]) -> tuple[str, Any] | None:
-        """A call's name and arguments; None for an object that is not a call."""
-        if found["object"] is None:
-            name = found["name"].strip()
-            return name, self._arguments(name, found["body"])
-        try:
-            call = json.loads(found["object"])
-        except ValueError:
-            return None
-        name = call.get("name")
-        return (name, call.get("arguments", {})) if isinstance(name, str) else None
-
-    def _arguments(self, name: str, body: str) -> dict[str, Any]:
-        properties = self._schemas.get(name, {}).get("properties")
-        kinds = properties if isinstance(properties, Mapping) else {}
-        return {key.strip(): _value(value, kinds.get(key.strip())) for key, value in _PARAMETER.findall(body)}
-
-
-_TAG_END: Final = "</tool_call>"
-_TAG_OPENERS: Final = ("<tool_call>", "<function=")
-_TAGGED: Final = re.compile(
-    r"(?:<tool_call>\s*)?<function=(?P<name>[^>]+)>(?P<body>.*?)</function>"
-    r"|<tool_call>\s*(?P<object>\{.*?\})\s*(?=</tool_call>)",
-    re.DOTALL,
-)
-_PARAMETER: Final = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-
-
-def _value(text: str, schema: Any) -> Any:
-    if isinstance(schema, Mapping) and schema.get("type") == "string":
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _content(text: str) -> list[Delta]:

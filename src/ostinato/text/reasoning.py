@@ -11,65 +11,110 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ostinato.options import Rule, Sampling
-from ostinato.text.answer import Delta
-from ostinato.text.grammar import as_lark, compact, literal
+from ostinato.text import channels
+from ostinato.text.answer import Delta, Parser
+from ostinato.text.channels import ChannelParser
+from ostinato.text.grammar import as_lark, compact, literal, with_control_tokens
 from ostinato.text.stream import open_end
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tokenizer import Tokenizer
 
-_MARKS: Final = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+# The texts before and after the reasoning, and what of them may be control tokens.
+_MARKS: Final = (
+    *((begin, end, (begin, end)) for begin, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]"))),
+    ("<seed:think>", "</seed:think>", ("<seed:think>", "</seed:think>")),
+    ("<|START_THINKING|>", "<|END_THINKING|>", ("<|START_THINKING|>", "<|END_THINKING|>")),
+    ("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
+)
+
+# What begins and ends a message that is reasoning, and what begins the answer.
+_CHANNELS: Final = ("<|channel|>analysis<|message|>", "<|end|>", "<|channel|>final<|message|>")
+_RECIPIENTS: Final = (" to=self<|message|>", "<|eom|>", " to=user<|message|>")
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """How one model marks its reasoning: the texts before and after it, which an answer's text must show; the ids of
-    those that are control tokens."""
+    """How one model marks its reasoning: the texts before and after it, the markers in them, which an answer's text
+    must show, and the ids of those that are control tokens."""
 
     begin: str
     end: str
+    markers: tuple[str, ...]
     special: dict[str, int]
 
     @staticmethod
     def for_template(template: ChatTemplate | None, tokenizer: Tokenizer) -> Reasoning | None:
         """None for a model without marked reasoning."""
         source = "" if template is None else template.source
-        for begin, end in _MARKS:
+        if "<|start|>assistant" in source and "<|message|>" in source:
+            marks = _RECIPIENTS if " to=self<|message|>" in source else _CHANNELS
+            return Channels(*marks[:2], channels.MARKERS, tokenizer.control_ids(channels.MARKERS), marks[2])
+        for begin, end, markers in _MARKS:
             if end in source:
-                return Reasoning(begin, end, tokenizer.control_ids((begin, end)))
+                return Reasoning(begin, end, markers, tokenizer.control_ids(markers))
         return None
 
     def is_open(self, prompt: str) -> bool:
         """Whether a prompt ends inside the reasoning: its template began it for the model."""
         return prompt.rfind(self.begin) > prompt.rfind(self.end) and prompt.rstrip().endswith(self.begin)
 
-    def parser(self, prompt: str) -> ReasoningParser:
+    def parser(self, prompt: str) -> Parser:
         """A parser of an answer to this prompt, whose end may have begun the reasoning already."""
         return ReasoningParser(self.begin, self.end, inside=self.is_open(prompt))
 
-    def continued(self, text: str) -> ReasoningParser | None:
+    def continued(self, text: str) -> Parser | None:
         """A parser of what continues an answer that began with this text; None if its reasoning is over."""
         if text.rfind(self.begin) <= text.rfind(self.end):
             return None
         return ReasoningParser(self.begin, self.end, inside=True, fresh=False)
 
-    def before(self, sampling: Sampling, prompt: str) -> Sampling:
-        """`sampling` whose answer may think before it follows its rule; it must if the prompt began the reasoning."""
+    def before(self, sampling: Sampling, prompt: str, *, calls: bool = False) -> Sampling:
+        """`sampling` whose answer may think before it follows its rule; it must if the prompt began the reasoning.
+
+        `calls`: the rule is that of a tool format, which writes the whole of a message."""
         rule = sampling.rule
         if rule is None:
             return sampling
-        begin = "" if self.is_open(prompt) else self._mark(self.begin)
-        if self.end in self.special:
-            rules = [f"think: {begin} TEXT {self._mark(self.end)} BLANK", r"TEXT: /(.|\n)*/"]
-        else:
-            rules = [f"think: {begin} inner BLANK", rf"inner[suffix={literal(self.end)}]: /(.|\n)*/"]
-        optional = "" if self.is_open(prompt) else "?"
-        lark = "\n".join([f"start: think{optional} @answer", *rules, r"BLANK: /[ \n]{0,4}/"])
+        lark = "\n".join([*self._rules(prompt, calls), r"BLANK: /[ \n]{0,4}/"])
         grammars = {"grammars": [{"name": "thinking", "lark_grammar": lark}, {"name": "answer", **_part(rule)}]}
         bare = replace(sampling, schema=None, json_mode=False, regex=None, choice=None, grammar=None)
         return replace(bare, grammar=json.dumps(grammars))
 
+    def _rules(self, prompt: str, calls: bool) -> list[str]:
+        """The rules of what stands before an answer, in Lark."""
+        begin = "" if self.is_open(prompt) else self._mark(self.begin)
+        optional = "" if self.is_open(prompt) else "?"
+        return [f"start: think{optional} @answer", *self._thought(begin, self.end, "BLANK")]
+
+    def _thought(self, begin: str, end: str, after: str) -> list[str]:
+        """Rules of any text up to a marker, which must be written if it is a control token."""
+        if end in self.special:
+            return [f"think: {begin} TEXT {self._mark(end)} {after}", r"TEXT: /(.|\n)*/"]
+        return [f"think: {begin} inner {after}", rf"inner[suffix={literal(end)}]: /(.|\n)*/"]
+
     def _mark(self, text: str) -> str:
-        return f"<[{self.special[text]}]>" if text in self.special else literal(text)
+        return with_control_tokens(text, self.special)
+
+
+@dataclass(frozen=True, slots=True)
+class Channels(Reasoning):
+    """Reasoning that is a message of its own, as in gpt-oss and Muse Glimmer: `channels.py`."""
+
+    final: str  # what begins the answer
+
+    def is_open(self, prompt: str) -> bool:
+        return False
+
+    def parser(self, prompt: str) -> Parser:
+        return ChannelParser()
+
+    def continued(self, text: str) -> Parser | None:
+        return ChannelParser(in_content=True)
+
+    def _rules(self, prompt: str, calls: bool) -> list[str]:
+        final = "" if calls else self._mark(self.final)
+        again = self._mark("<|start|>assistant")
+        return [f"start: think? {final} @answer", *self._thought(self._mark(self.begin), self.end, again)]
 
 
 def _part(rule: Rule) -> dict[str, object]:

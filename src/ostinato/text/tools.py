@@ -13,13 +13,16 @@ import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from ostinato.errors import BadInput
+from ostinato.text import block_calls, channels
 from ostinato.text.answer import Parser
-from ostinato.text.call_parser import JsonCalls, TagCalls
+from ostinato.text.block_calls import GEMMA_MARKERS, PYTHON_MARKERS, BlockCalls, BlockForm
+from ostinato.text.call_parser import JsonCalls
 from ostinato.text.grammar import compact, with_control_tokens
+from ostinato.text.literals import GEMMA_QUOTE
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tokenizer import Tokenizer
 
@@ -27,7 +30,12 @@ MAX_TOOLS: Final = 128
 MAX_NAME: Final = 128  # OpenAI takes 64, Anthropic 128
 
 TemplateMessage: TypeAlias = dict[str, Any]
-FormatName = Literal["hermes", "tags", "llama", "mistral", "mistral-named", "phi", "plain"]
+# fmt: off
+FormatName = Literal[
+    "hermes", "tags", "seed", "atem", "key-tags", "llama", "mistral", "mistral-named", "phi", "granite", "nemotron",
+    "cohere", "deepseek", "deepseek-fenced", "harmony", "python", "gemma", "plain",
+]
+# fmt: on
 
 _NAME: Final = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_NAME}}}")
 _SHORT_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
@@ -143,7 +151,9 @@ class ToolFormat:
     name: FormatName
     markers: tuple[str, ...]
     special: Mapping[str, int]  # the ids of markers that are control tokens
-    system: bool = True  # whether the template takes a system message
+    system: bool = True  # whether the template takes a system message,
+    lists_tools: bool = True  # writes definitions of tools,
+    writes_calls: bool = True  # and calls made before
 
     @staticmethod
     def for_template(template: ChatTemplate | None, tokenizer: Tokenizer) -> ToolFormat:
@@ -153,19 +163,20 @@ class ToolFormat:
         markers = _SHAPES[name].markers
         special = tokenizer.control_ids(markers)
         no_system = bool(re.search(r"[Ss]ystem role not supported", source))
-        return ToolFormat(name, markers, special, not no_system)
+        lists_tools = name not in ("phi", "plain") and _LISTS_TOOLS.search(source) is not None
+        return ToolFormat(name, markers, special, not no_system, lists_tools, "tool_calls" in source)
 
     # Into the prompt
 
     def prompt_tools(self, tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
         """The template's `tools`; None if the template does not use them."""
-        if not tools or self.name in ("phi", "plain"):
-            return None
-        return [tool.definition for tool in tools]
+        return [tool.definition for tool in tools] if tools and self.lists_tools else None
 
     def prompt_messages(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[TemplateMessage]:
         """The conversation as the template wants it: calls made before and their results, and tools where need be."""
         asked = [_with_objects(message) for message in messages]
+        if tools and not self.lists_tools and self.name not in ("phi", "plain"):
+            asked = _with_preface(asked, self._preface(tools), system=self.system)
         match self.name:
             case "llama":
                 return [one for message in asked for one in _one_call_each(message)]
@@ -173,26 +184,52 @@ class ToolFormat:
                 return [_with_short_ids(message) for message in asked]
             case "phi":
                 return _for_phi(asked, tools)
+            case "harmony":
+                return _for_channels(asked)
+            case "python":
+                thoughts = [_with_thinking(message) for message in asked]
+                return thoughts if self.writes_calls else [_in_python(message) for message in thoughts]
+            case "granite":
+                return [_in_json_list(message) for message in asked]
             case "plain":
                 plain = [_in_plain_text(message) for message in asked]
-                return _with_preface(plain, _preface(tools), system=self.system) if tools else plain
+                return _with_preface(plain, self._preface(tools), system=self.system) if tools else plain
         return asked
+
+    def _preface(self, tools: Sequence[Tool]) -> str:
+        functions = "\n".join(json.dumps(tool.definition["function"], ensure_ascii=False) for tool in tools)
+        shape = _SHAPES[self.name]
+        call = shape.begin.replace("NAME", "function name").replace('"function name"', "function name")
+        form = f"{shape.first}{call}object of its arguments{shape.end}{shape.last}"
+        what = "JSON of the form" if self.name == "plain" else "a text of the form"
+        return (
+            "You can call these functions, given as JSON with schemas of their parameters:\n"
+            f"{functions}\n"
+            f"To call one, answer with nothing but {what} {form}. Its result will be given to you."
+        )
 
     # Out of the answer
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
         """The parser of calls in an answer's text; `AnswerReader` combines it with the parser of reasoning."""
-        names = {tool.name for tool in tools}
+        if self.name in _BLOCKS:
+            return BlockCalls(_BLOCKS[self.name], _call_id, {tool.name: tool.parameters for tool in tools})
         match self.name:
-            case "tags":
-                return TagCalls(_call_id, {tool.name: tool.parameters for tool in tools})
             case "hermes":
-                return JsonCalls(["<tool_call>"], ["</tool_call>"], _call_id)
+                return JsonCalls(["<tool_call>", "<tool_calls>"], ["</tool_call>", "</tool_calls>"], _call_id)
             case "mistral" | "mistral-named":
-                return JsonCalls(["[TOOL_CALLS]"], [], _short_id, named=True)
-            case "phi":
+                return JsonCalls(["[TOOL_CALLS]"], [], _short_id, named=_MISTRAL_NAME)
+            case "phi" | "granite":
                 return JsonCalls(["<|tool_call|>", "functools["], ["<|/tool_call|>"], _call_id)
-        return JsonCalls(self.markers, [], _call_id, bare=True, known=names)
+            case "cohere":
+                return JsonCalls(["<|START_ACTION|>"], ["<|END_ACTION|>"], _call_id)
+            case "nemotron":
+                return JsonCalls(["<TOOLCALL>"], ["</TOOLCALL>"], _call_id)
+            case "deepseek" | "deepseek-fenced":
+                return JsonCalls(_DEEPSEEK[:2], (*_DEEPSEEK[3:], "```"), _call_id, named=_DEEPSEEK_NAME)
+            case "harmony":
+                return JsonCalls([channels.CALL_BEGIN], ["<|call|>"], _call_id, named=_CHANNEL_NAME)
+        return JsonCalls(self.markers, [], _call_id, bare=True, known={tool.name for tool in tools})
 
     def grammar(
         self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool = True, schema: str | None = None
@@ -204,11 +241,11 @@ class ToolFormat:
         if choice == "none" or (choice == "auto" and schema is None):
             return None
         callable_now = [choice] if isinstance(choice, Tool) else list(tools)
-        several = parallel and not isinstance(choice, Tool)
+        several = parallel and not isinstance(choice, Tool) and not _SHAPES[self.name].single
         lines = self._call_rules(callable_now, several=several)
         if choice == "auto":
             lines.append("start: calls | answer")
-            lines.append(f"answer: %json {_json(json.loads(schema or '{}'))}")
+            lines.append(f"answer: {self._text(_SHAPES[self.name].answer)} %json {_json(json.loads(schema or '{}'))}")
         else:
             lines.append("start: calls")
         return "\n".join(lines)
@@ -242,34 +279,114 @@ class _Shape:
     first: str = ""
     between: str = ""
     last: str = ""
+    answer: str = ""  # before an answer that is not a call
+    single: bool = False  # an answer ends with its first call
+
+
+def _tagged(outer: tuple[str, str], before: str = "") -> _Shape:
+    """A JSON object between two tags. Formats whose values are no JSON are also read so."""
+    return _Shape(outer, before + outer[0] + '\n{"name": "NAME", "arguments": ', "}\n" + outer[1], between="\n")
+
+
+def _listed(first: str, last: str, *markers: str) -> _Shape:
+    return _Shape(markers or (first[:-1], last[1:]), '{"name": "NAME", "arguments": ', "}", first, ", ", last)
 
 
 _TAGS: Final = ("<tool_call>", "</tool_call>")
-_HERMES: Final = _Shape(_TAGS, '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", between="\n")
 _NAMED: Final = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
-_PHI: Final = ("<|tool_call|>", "<|/tool_call|>")
+_DEEPSEEK: Final = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"))
+_FENCE: Final = "```"
+_LISTS_TOOLS: Final = re.compile(r"\btools\b")
+_NAME_PATTERN: Final = r"([\w.-]{1,256})"
+_MISTRAL_NAME: Final = rf"{_NAME_PATTERN}(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?"
+_DEEPSEEK_NAME: Final = rf"(?:function{_DEEPSEEK[2]})?{_NAME_PATTERN}(?:{_DEEPSEEK[2]})?(?:\s*```(?:json)?)?"
+_CHANNEL_NAME: Final = _NAME_PATTERN + re.escape(channels.CALL_HEADER)
+_BLOCKS: Final[Mapping[str, BlockForm]] = {
+    "tags": block_calls.TAGS,
+    "seed": block_calls.SEED_TAGS,
+    "atem": block_calls.ATEM_TAGS,
+    "key-tags": block_calls.KEY_TAGS,
+    "python": block_calls.PYTHON,
+    "gemma": block_calls.GEMMA,
+}
 _SHAPES: Final[Mapping[FormatName, _Shape]] = {
-    "hermes": _HERMES,
-    # Values between tags are no JSON: an answer that must be a call is written the other way, and read all the same.
-    "tags": _HERMES,
+    "hermes": _tagged(_TAGS),
+    "tags": _tagged(_TAGS),
+    "seed": _tagged(("<seed:tool_call>", "</seed:tool_call>")),
+    "key-tags": _tagged(_TAGS),
+    "atem": replace(
+        _tagged(("<atem:function_calls>", "</atem:function_calls>"), " to=NAME<|message|>"),
+        markers=channels.MARKERS,
+        answer=" to=user<|message|>",
+        single=True,
+    ),
     # Between bare objects, Llama 3 writes a semicolon. After a newline, small models repeat their call.
     "llama": _Shape(("<|python_tag|>",), '{"name": "NAME", "parameters": ', "}", between="; "),
     "plain": _Shape((), '{"name": "NAME", "parameters": ', "}", between="; "),
-    "mistral": _Shape(_NAMED[:1], '{"name": "NAME", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]"),
+    "mistral": _listed("[TOOL_CALLS][", "]", _NAMED[0]),
     "mistral-named": _Shape(_NAMED, "[TOOL_CALLS]NAME[ARGS]", ""),
-    "phi": _Shape(_PHI, '{"name": "NAME", "arguments": ', "}", "<|tool_call|>[", ", ", "]<|/tool_call|>"),
+    "phi": _listed("<|tool_call|>[", "]<|/tool_call|>"),
+    "granite": _listed("<|tool_call|>[", "]", "<|tool_call|>"),
+    "cohere": _Shape(
+        ("<|START_ACTION|>", "<|END_ACTION|>"),
+        '{"tool_call_id": "0", "tool_name": "NAME", "parameters": ',
+        "}",
+        "<|START_ACTION|>[",
+        ", ",
+        "]<|END_ACTION|>",
+    ),
+    "nemotron": _listed("<TOOLCALL>[", "]</TOOLCALL>"),
+    "deepseek": _Shape(
+        _DEEPSEEK, f"{_DEEPSEEK[1]}NAME{_DEEPSEEK[2]}", _DEEPSEEK[3], first=_DEEPSEEK[0], last=_DEEPSEEK[4]
+    ),
+    "deepseek-fenced": _Shape(
+        _DEEPSEEK,
+        f"{_DEEPSEEK[1]}function{_DEEPSEEK[2]}NAME\n{_FENCE}json\n",
+        f"\n{_FENCE}{_DEEPSEEK[3]}",
+        first=_DEEPSEEK[0],
+        last=_DEEPSEEK[4],
+    ),
+    "harmony": _Shape(
+        channels.MARKERS,
+        f" to=functions.NAME{channels.CALL_HEADER}",
+        "",
+        answer="<|channel|>final<|message|>",
+        single=True,
+    ),
+    "python": _listed(f"{PYTHON_MARKERS[0]}[", f"]{PYTHON_MARKERS[1]}"),
+    "gemma": _Shape((*GEMMA_MARKERS, GEMMA_QUOTE), f"{GEMMA_MARKERS[0]}call:NAME", GEMMA_MARKERS[1]),
 }
+# The first text that a template shows, in this order, tells its format.
+_SIGNS: Final[Sequence[tuple[str, FormatName]]] = (
+    ("<|channel|>commentary", "harmony"),
+    ("<atem:invoke", "atem"),
+    ("<seed:tool_call>", "seed"),
+    ("<|tool_call>call:", "gemma"),
+    ("<|tool_call_start|>", "python"),
+    ("<|tool_list_start|>", "python"),
+    ("List of tools: [", "python"),
+    ("<|START_ACTION|>", "cohere"),
+    ("<TOOLCALL>", "nemotron"),
+    ("<arg_key>", "key-tags"),
+)
 
 
 def _format_of(source: str) -> FormatName:
     if "<|tool|>" in source and "'tools' in message" in source:
         return "phi"
-    if re.search(r"\btools\b", source) is None:
+    if _DEEPSEEK[1] in source:  # most of them write calls, and no definitions
+        return "deepseek-fenced" if "```json" in source else "deepseek"
+    if _LISTS_TOOLS.search(source) is None:
         return "plain"
+    for sign, name in _SIGNS:
+        if sign in source:
+            return name
     if "[TOOL_CALLS]" in source:
         return "mistral-named" if "[ARGS]" in source else "mistral"
     if "<tool_call>" in source:
         return "tags" if "<function=" in source else "hermes"
+    if "<|tool_call|>" in source and "<|start_of_role|>" in source:
+        return "granite"
     return "llama" if "<|python_tag|>" in source or '"parameters"' in source else "plain"
 
 
@@ -337,6 +454,57 @@ def _for_phi(messages: Sequence[TemplateMessage], tools: Sequence[Tool]) -> list
     return [{**changed[0], "tools": json.dumps(functions, ensure_ascii=False)}, *changed[1:]]
 
 
+def _with_thinking(message: TemplateMessage) -> TemplateMessage:
+    """Some templates read what was thought by another name."""
+    thought = message.get("reasoning_content")
+    return {"thinking": thought, **message} if thought else message
+
+
+def _for_channels(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    """gpt-oss's template takes one call in a message, tells whose result follows by it, and no content beside what was
+    thought."""
+    results = {message.get("tool_call_id"): message for message in messages if message.get("role") == "tool"}
+    changed: list[TemplateMessage] = []
+    for message in map(_with_thinking, messages):
+        calls = message.get("tool_calls") or []
+        content = _as_text(message.get("content"))
+        if message.get("role") == "tool":
+            if message.get("tool_call_id") in results:
+                changed.append(message)
+            continue
+        for place, call in enumerate(calls):
+            thought = "\n\n".join(filter(None, [message.get("thinking"), content])) if place == 0 else ""
+            changed.append({"role": "assistant", "content": "", "thinking": thought, "tool_calls": [call]})
+            result = results.pop(call.get("id"), None)
+            changed += [] if result is None else [result]
+        changed += [] if calls else [message]
+    return changed
+
+
+def _in_python(message: TemplateMessage) -> TemplateMessage:
+    """A call in the content, as LFM2 writes it, for a template that leaves calls out."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    texts = []
+    for call in calls:
+        arguments = _named(call, "arguments")["arguments"]
+        pairs = arguments.items() if isinstance(arguments, Mapping) else ()
+        inner = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in pairs)
+        texts.append(f"{_named(call, 'arguments')['name']}({inner})")
+    text = f"{PYTHON_MARKERS[0]}[{', '.join(texts)}]{PYTHON_MARKERS[1]}"
+    return {"role": "assistant", "content": _as_text(message.get("content")) + text}
+
+
+def _in_json_list(message: TemplateMessage) -> TemplateMessage:
+    """A call in the content, as Granite 3 writes it."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    texts = json.dumps([_named(call, "arguments") for call in calls], ensure_ascii=False)
+    return {"role": "assistant", "content": f"{_as_text(message.get('content'))}<|tool_call|>{texts}"}
+
+
 def _in_plain_text(message: TemplateMessage) -> TemplateMessage:
     """A call, or its result, for a template that has no form for it."""
     calls = message.get("tool_calls")
@@ -352,16 +520,6 @@ def _named(call: Mapping[str, Any], arguments: str) -> dict[str, Any]:
     function = call.get("function")
     function = function if isinstance(function, Mapping) else {}
     return {"name": function.get("name"), arguments: function.get("arguments", {})}
-
-
-def _preface(tools: Sequence[Tool]) -> str:
-    functions = "\n".join(json.dumps(tool.definition["function"], ensure_ascii=False) for tool in tools)
-    return (
-        "You can call these functions, given as JSON with schemas of their parameters:\n"
-        f"{functions}\n"
-        'To call one, answer with nothing but JSON of the form {"name": function name, "parameters": object of its '
-        "arguments}. Its result will be given to you."
-    )
 
 
 def _with_preface(messages: Sequence[TemplateMessage], preface: str, *, system: bool) -> list[TemplateMessage]:
