@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ostinato.backends.torch.model import Model
+from ostinato.models.cohere import COHERE2, scaled
 from ostinato.models.falcon_h1 import FALCON_H1
 from ostinato.models.gemma import GEMMA2, GEMMA3, two_ropes
 from ostinato.models.gpt2 import GPT2
+from ostinato.models.gptneox import GPTNEOX
 from ostinato.models.granite import GRANITE, multiplied
+from ostinato.models.hunyuan import HUNYUAN_DENSE
 from ostinato.models.llama import LLAMA
 from ostinato.models.mamba import MAMBA, MAMBA2, without_attention
 from ostinato.models.mixtral import MIXTRAL
+from ostinato.models.olmo2 import OLMO2
 from ostinato.models.phi3 import PHI3
 from ostinato.models.qwen2 import QWEN2
 from ostinato.models.qwen2_moe import QWEN2_MOE
@@ -31,7 +35,7 @@ from tests.random_model import RandomWeights
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen3moe", "mixtral", "gemma2", "gemma3", "phi3", "phi3-long", "gpt2", "smollm3",
-    "granite", "qwen2moe", "latent experts",
+    "granite", "qwen2moe", "latent experts", "olmo2", "hunyuan-dense", "gptneox", "cohere2",
 )  # fmt: skip
 RECURRENT = ("mamba", "falcon-mamba", "mamba2", "mamba2-limits", "falcon-h1", "falcon-h1-norm")
 HIDDEN, N_LAYERS, VOCAB, CONTEXT = 96, 2, 131, 256
@@ -72,6 +76,7 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
     )  # fmt: skip
     gpt2 = replace(plain, n_kv_heads=6, ropes=(None, None), activation="gelu_tanh", attention_bias=True, mlp_bias=True)
     part = replace(rope, width=24)
+    nearby = replace(rope, pairing="neighbours")
     long = tuple(1.0 + i / 2 for i in range(12))
     two_sets = replace(part, divisors=(1.0,) * 12, amplitude=1.1, long_divisors=long, original_context=BORDER)
     recurrent = without_attention(name.removesuffix("-limits").removeprefix("falcon-"), HIDDEN, N_LAYERS, VOCAB, 1e-5)
@@ -93,6 +98,10 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
         "phi3": (PHI3, replace(plain, ropes=(part, part))),
         "phi3-long": (PHI3, replace(plain, family="phi3", ropes=(two_sets, two_sets))),
         "gpt2": (GPT2, gpt2),
+        "olmo2": (OLMO2, replace(plain, qk_norm="rows")),
+        "hunyuan-dense": (HUNYUAN_DENSE, replace(plain, qk_norm="after_rope", ropes=(part, rope))),
+        "gptneox": (GPTNEOX, replace(gpt2, parallel=True, activation="gelu", ropes=(part, part))),
+        "cohere2": (COHERE2, replace(scaled(plain, 0.7), windows=(20, None), ropes=(nearby, None))),
         "smollm3": (SMOLLM3, with_rope_where(plain, (True, False))),
         "granite": (GRANITE, replace(multiplied(plain, 0.7, 3.0), embedding_scale=2.5)),
         "mamba": (MAMBA, replace(recurrent, recurrent=mamba)),

@@ -54,6 +54,16 @@ _GPT2: Final[Mapping[str, Any]] = {
 }
 
 
+_OLMO3: Final[Mapping[str, Any]] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 5e5,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+_ALPHA: Final[Mapping[str, Any]] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0}
 _GRANITE: Final[Mapping[str, Any]] = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.35,
@@ -90,6 +100,11 @@ def _llama(architecture: str | None = "llama", storage: str = "F32", **config: A
 
 def _made(kind: str, architecture: str | None, **config: Any) -> TinyModel:
     return TinyModel(kind, architecture, {**_BASE, **config})
+
+
+def _layer_normed(kind: str, architecture: str | None, **config: Any) -> TinyModel:
+    base = {key: value for key, value in _BASE.items() if key != "rms_norm_eps"}
+    return TinyModel(kind, architecture, {**base, **config})
 
 
 def _yarn() -> dict[str, Any]:
@@ -221,6 +236,29 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         "smollm3": _made("SmolLM3ForCausalLM", "smollm3", num_hidden_layers=4),
         "smollm3-listed": _made("SmolLM3ForCausalLM", None, no_rope_layers=[0, 1, 1]),
         "granite": _made("GraniteForCausalLM", "granite", **_GRANITE),
+        "olmo2": _made("Olmo2ForCausalLM", "olmo2"),
+        "olmo3": _made("Olmo3ForCausalLM", "olmo2", num_hidden_layers=4, sliding_window=WINDOW, rope_parameters=_OLMO3),
+        "exaone4": _made("Exaone4ForCausalLM", "exaone4", sliding_window=None, layer_types=["full_attention"] * 3),
+        "exaone4-window": _made("Exaone4ForCausalLM", "exaone4", num_hidden_layers=4, sliding_window=WINDOW),
+        "seed-oss": _made("SeedOssForCausalLM", "seed_oss", head_dim=32),
+        "glm4": _made("Glm4ForCausalLM", "glm4", head_dim=32),
+        "ernie4.5": _made("Ernie4_5ForCausalLM", "ernie4_5", head_dim=32),
+        "hunyuan": _made("HunYuanDenseV1ForCausalLM", "hunyuan-dense", head_dim=32),
+        "hunyuan-alpha": _made("HunYuanDenseV1ForCausalLM", "hunyuan-dense", head_dim=32, rope_parameters=_ALPHA),
+        "arcee": _made("ArceeForCausalLM", "arcee", rope_parameters=_yarn()),
+        "starcoder2": _layer_normed("Starcoder2ForCausalLM", "starcoder2", norm_epsilon=1e-5),
+        "starcoder2-window": _layer_normed("Starcoder2ForCausalLM", None, norm_epsilon=1e-5, sliding_window=WINDOW),
+        "stablelm": _layer_normed("StableLmForCausalLM", "stablelm", use_qkv_bias=True, partial_rotary_factor=0.25),
+        "stablelm-parallel": _layer_normed("StableLmForCausalLM", "stablelm", use_parallel_residual=True),
+        "phi2": _layer_normed("PhiForCausalLM", "phi2", num_key_value_heads=4, intermediate_size=256),
+        "gptneox": _layer_normed("GPTNeoXForCausalLM", "gptneox", num_key_value_heads=4),
+        "gptneox-serial": _layer_normed(
+            "GPTNeoXForCausalLM", "gptneox", num_key_value_heads=4, use_parallel_residual=False
+        ),
+        "command-r": _layer_normed("CohereForCausalLM", "command-r", logit_scale=0.8),
+        "cohere2": _layer_normed(
+            "Cohere2ForCausalLM", "cohere2", logit_scale=0.8, num_hidden_layers=4, sliding_window=WINDOW
+        ),
         "phi3": _phi3(),
         "phi3-window": _phi3(sliding_window=WINDOW),
         "phi3-partial": _phi3({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}),
@@ -276,6 +314,10 @@ _PROMPT_SEEDS: Final[Mapping[str, int]] = {
     "gemma3-linear": 1,
     "phi3-long": 1,
     "gpt2": 1,
+    "exaone4": 1,
+    "hunyuan": 1,
+    "gptneox": 1,
+    "cohere2": 1,
 }
 
 

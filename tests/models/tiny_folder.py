@@ -40,9 +40,13 @@ def original_config(config: Mapping[str, Any]) -> dict[str, Any]:
         return {**config, "text_config": _original_text(config["text_config"])}
     kind = config["model_type"]
     old = {key: value for key, value in config.items() if key not in ("layer_types", "rope_parameters")}
+    if kind == "exaone4":
+        old["layer_types"] = config["layer_types"]
     old["torch_dtype"] = old.pop("dtype")
     old.pop("transformers_version")
-    if kind in ("gemma", "gemma2", "gemma3_text", "gpt2") or (kind == "mamba" and config["tie_word_embeddings"]):
+    if kind in ("gemma", "gemma2", "gemma3_text", "gpt2", "cohere", "cohere2", "starcoder2", "ernie4_5") or (
+        kind == "mamba" and config["tie_word_embeddings"]
+    ):
         old.pop("tie_word_embeddings")  # true by default there
     if kind in ("llama", "mistral", "mixtral", "qwen2") and old.get("head_dim") is not None:
         assert old["head_dim"] * old["num_attention_heads"] == old["hidden_size"]
@@ -71,7 +75,8 @@ def _original_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = dict(config["rope_parameters"])
     found = {}
     if "full_attention" in rope:
-        found["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        if config["model_type"] != "olmo3":
+            found["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = dict(rope["full_attention"])
     found["rope_theta"] = rope.pop("rope_theta")
     share = rope.pop("partial_rotary_factor", 1.0)
@@ -81,7 +86,7 @@ def _original_rope(config: Mapping[str, Any]) -> dict[str, Any]:
         rope.pop("original_max_position_embeddings", None)  # stands beside rope_scaling in this family
     if rope["rope_type"] == "default":
         return {**found, "rope_scaling": None}
-    if config["model_type"] != "gemma3_text" and rope["rope_type"] != "llama3":
+    if config["model_type"] not in ("gemma3_text", "olmo3") and rope["rope_type"] != "llama3":
         rope["type"] = rope.pop("rope_type")
     return {**found, "rope_scaling": rope}
 

@@ -18,7 +18,7 @@ from tests.models import tiny_text, tiny_weights
 
 Config = Mapping[str, Any]
 # Architectures whose converter is llama's: rows of Q and K stand so that rotary pairs are neighbours.
-PAIRED: Final = ("llama", "smollm3", "granite")
+PAIRED: Final = ("llama", "smollm3", "granite", "arcee")
 
 
 def write(
@@ -88,12 +88,24 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
     if architecture in special:
         special[architecture](writer, config)
         return
-    _add_common(writer, config)
+    # A model with key heads for all its heads may not say how many.
+    _add_common(writer, {"num_key_value_heads": config["num_attention_heads"], **config})
     if architecture in PAIRED:
         writer.add_vocab_size(config["vocab_size"])
         writer.add_rope_dimension_count(
             config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         )
+    head_width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if architecture in ("glm4", "stablelm", "phi2", "gptneox", "cohere2"):
+        writer.add_rope_dimension_count(int(_rope(config).get("partial_rotary_factor", 1.0) * head_width))
+    if architecture in ("stablelm", "gptneox"):
+        writer.add_parallel_residual(config["use_parallel_residual"])
+    if architecture in ("olmo2", "exaone4", "cohere2") and config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    if architecture in ("olmo2", "exaone4") and config.get("sliding_window"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if architecture in ("command-r", "cohere2"):
+        writer.add_logit_scale(config["logit_scale"])
     if architecture == "qwen3vl":
         writer.add_rope_dimension_sections([*_rope(config)["mrope_section"], 0])
         writer.add_num_deepstack_layers(1)
@@ -117,13 +129,18 @@ def _add_sizes(writer: Any, config: Config) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    else:
+        writer.add_layer_norm_eps(config.get("layer_norm_eps") or config["norm_epsilon"])
 
 
 def _add_common(writer: Any, config: Config) -> None:
     _add_sizes(writer, config)
     rope = _rope(config)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    alpha = rope.get("alpha") or 1.0
+    writer.add_rope_freq_base(rope["rope_theta"] * alpha ** (width / (width - 2)))
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
@@ -258,6 +275,9 @@ def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor])
             value = value + 1
         elif name.endswith("shared_expert_gate.weight"):
             value = value.squeeze(0)
+        elif architecture == "gptneox" and "query_key_value" in name:
+            heads = value.view(config["num_attention_heads"], 3, -1, *value.shape[1:])
+            value = heads.transpose(0, 1).reshape(value.shape)
         elif architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             value = value.T.contiguous()
         elif architecture in ("mamba", "mamba2", "falcon-h1"):

@@ -42,6 +42,8 @@ def _scaled(name: str, noise: Tensor, model: Any) -> Tensor:
         is_last = name.endswith(("model.norm.weight", "ln_f.weight", "norm_f.weight", "final_layernorm.weight"))
         around = (6.0 if is_gemma else 3.0) if is_last and _is_tied(model) else 1.0
         return noise * 0.25 + around - (1.0 if is_gemma else 0.0)  # gemma stores a norm's distance from one
+    if "embed_out" in name:
+        return noise / math.sqrt(noise.shape[-1])
     if "embed" in name or "wte" in name or "wpe" in name:
         # Small where the head is tied to it: else the greedy choice is the last token for ever. Gemma scales by 8.
         return noise * ((0.02 if is_gemma else 0.04) if _is_tied(model) else 0.4)
@@ -51,6 +53,9 @@ def _scaled(name: str, noise: Tensor, model: Any) -> Tensor:
         "k_proj": 1.5,
         "qkv_proj": 1.4,
         "c_attn": 2.5,
+        "query_key_value": 2.0,
+        "dense_h_to_4h": 2.0,
+        "dense_4h_to_h": 3.0,
         "c_fc": 2.0,
         "c_proj": 3.0,
         "gate.weight": 2.0,

@@ -42,7 +42,7 @@ class Linear(Block):
 
 @dataclass(frozen=True, slots=True)
 class Attention(Block):
-    """q, k and v in one product; QK norm and rotary positions where the family has them; output projection.
+    """q, k and v in one product; QK norm (`Shape.qk_norm`) and rotary positions where a family has them; output.
 
     With `Shape.attention_gate` the product gives a gate behind each query head; its sigmoid multiplies the head's
     output."""
@@ -96,11 +96,14 @@ MLP: TypeAlias = GatedMLP | PlainMLP | Experts
 
 @dataclass(frozen=True, slots=True)
 class Layer(Block):
-    """Attention and feed-forward, each added to what came in; norms before, and after where a family sandwiches."""
+    """Attention and feed-forward, each added to what came in; norms before, after, or both, as a family has them.
 
-    attention_norm: Norm
+    With `Shape.parallel` both take in what came to the layer; without a norm of its own, the feed-forward block takes
+    attention's."""
+
+    attention_norm: Norm | None
     attention: Attention
-    mlp_norm: Norm
+    mlp_norm: Norm | None
     mlp: MLP
     after_attention: Norm | None = None
     after_mlp: Norm | None = None

@@ -5,7 +5,7 @@ once. Nothing is read: blocks are made over references (`tensors.py`).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from ostinato.models.blocks import (
     MLP,
@@ -30,6 +30,7 @@ from ostinato.models.blocks import (
 from ostinato.models.shape import DeltaShape, ExpertShape, Mamba2Shape, MambaShape, Shape, ShortConvShape
 from ostinato.models.tensors import Constant, ExpertBiases, ExpertMatrices, Matrices, Sizes, StackedTensors
 
+NormBias: TypeAlias = bool | Literal["zero"]  # with "zero", a layer norm without a bias
 # Read with the shape, where a file has them.
 ROPE_FACTORS = frozenset({"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"})
 
@@ -53,10 +54,12 @@ class Builder:
         """One tensor of the file as it is. `exact`: few numbers, used in float32, whatever the model's dtype."""
         return StackedTensors((name,), (sizes,), exact)
 
-    def norm(self, name: str, width: int | None = None, *, bias: bool = False) -> Norm:
+    def norm(self, name: str, width: int | None = None, *, bias: NormBias = False) -> Norm:
         """An RMS norm, or with `bias` a layer norm, over `width` (the hidden size unless said)."""
         size = width or self.shape.hidden
         weight = self.tensor(f"{name}.weight", size, exact=True)
+        if bias == "zero":
+            return Norm(weight, Constant((size,), (0.0,), exact=True), self.shape.norm_eps)
         shift = self.tensor(f"{name}.bias", size, exact=True) if bias else None
         return Norm(weight, shift, self.shape.norm_eps)
 
@@ -89,18 +92,21 @@ class Builder:
         layer: int,
         *,
         mlp: "Callable[[Builder, int], MLP] | None" = None,
-        norm_bias: bool = False,
+        norm_bias: NormBias = False,
+        before: bool = True,
         sandwich: bool = False,
+        one_norm: bool = False,
         **attention: bool,
     ) -> Layer:
         """Attention and feed-forward, each behind a norm; llama's unless said. `sandwich`: a norm after each, too;
-        further words are those of `attention`."""
+        without `before`, that one alone; `one_norm`: of a parallel layer, for both. Further words are those of
+        `attention`."""
         at = f"blk.{layer}."
         return Layer(
-            attention_norm=self.norm(at + "attn_norm", bias=norm_bias),
+            attention_norm=self.norm(at + "attn_norm", bias=norm_bias) if before else None,
             attention=self.attention(layer, **attention),
             after_attention=self.norm(at + "post_attention_norm") if sandwich else None,
-            mlp_norm=self.norm(at + "ffn_norm", bias=norm_bias),
+            mlp_norm=self.norm(at + "ffn_norm", bias=norm_bias) if before and not one_norm else None,
             mlp=(mlp or Builder.mlp)(self, layer),
             after_mlp=self.norm(at + "post_ffw_norm") if sandwich else None,
         )
@@ -119,8 +125,9 @@ class Builder:
         out_bias = bias if out_bias is None else out_bias
         out_scale = self.scale([s.hidden], [s.multipliers.attention_out])
         out = self.linear(at + "attn_output", s.hidden, outs[0], bias=out_bias, scale=out_scale)
-        q_norm = self.norm(at + "attn_q_norm", s.head_width) if qk_norm else None
-        k_norm = self.norm(at + "attn_k_norm", s.head_width) if qk_norm else None
+        q_width, k_width = outs[:2] if s.qk_norm == "rows" else (s.head_width, s.head_width)
+        q_norm = self.norm(at + "attn_q_norm", q_width) if qk_norm else None
+        k_norm = self.norm(at + "attn_k_norm", k_width) if qk_norm else None
         return Attention(layer, s, qkv, out, q_norm, k_norm)
 
     def mlp(self, layer: int) -> MLP:
@@ -275,7 +282,7 @@ class Builder:
         return RankingHead(dense, out)
 
     def model(
-        self, layers: Sequence[AnyLayer], *, norm_bias: bool = False, learned_positions: bool = False
+        self, layers: Sequence[AnyLayer], *, norm_bias: NormBias = False, learned_positions: bool = False
     ) -> ModelBlocks:
         """A decoder: the embedding, the layers, the last norm, and a head: its own, or the embedding again."""
         s, norm = self.shape, self.norm("output_norm", bias=norm_bias)

@@ -100,16 +100,25 @@ def longrope_amplitude(factor: float, original: int) -> float:
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
-def from_config(c: Fields, width: int, *, kind: str | None = None, default_base: float = 10_000.0) -> Rope:
-    """The rope that config.json states; `kind` picks one layer type where the file keeps a rope for each."""
+def from_config(
+    c: Fields,
+    width: int,
+    pairing: Pairing = "halves",
+    *,
+    kind: str | None = None,
+    default_base: float = 10_000.0,
+    rotary_share: float = 1.0,
+) -> Rope:
+    """The rope that config.json states; `kind` picks one layer type where the file keeps a rope for each. Of a head,
+    `rotary_share` is rotated where the file does not say."""
     settings = c.inside("rope_parameters") if c.has("rope_parameters") else c.inside("rope_scaling")
     if kind is not None and settings.has(kind):
         settings = settings.inside(kind)
     base = settings.positive("rope_theta", c.positive("rope_theta", default_base))
     scheme = settings.word("rope_type", settings.word("type", "default"))
-    share = settings.positive("partial_rotary_factor", c.positive("partial_rotary_factor", 1.0))
+    share = settings.positive("partial_rotary_factor", c.positive("partial_rotary_factor", rotary_share))
     width = _within(int(width * share), width, c)
-    rope = Rope(_above_one(base, c), width, "halves")
+    rope = Rope(_above_one(base, c), width, pairing)
     match scheme:
         case "default":
             return rope
@@ -121,8 +130,12 @@ def from_config(c: Fields, width: int, *, kind: str | None = None, default_base:
             return _yarn_from_config(rope, settings, c)
         case "longrope" | "su":
             return _longrope_from_config(rope, settings, c)
+        case "dynamic" if settings.has("alpha") and width > 2:
+            # A larger base for every position, which hunyuan calls dynamic.
+            return replace(rope, base=base * settings.positive("alpha") ** (width / (width - 2)))
     raise Unsupported(
-        f"{c.path}: rope scaling {scheme!r} is not supported; known: default, linear, llama3, yarn, longrope"
+        f"{c.path}: rope scaling {scheme!r} is not supported; known: default, linear, llama3, yarn, longrope, "
+        "dynamic by alpha"
     )
 
 

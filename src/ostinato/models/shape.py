@@ -24,6 +24,8 @@ ACTIVATIONS: Mapping[str, Activation] = {  # as config.json calls them
     **{"silu": "silu", "swish": "silu", "gelu": "gelu"},
     **{"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu2": "relu2"},
 }
+# What is normed of queries and keys: each head before its rotation, all heads of a row as one, each head after it.
+QKNorm = Literal["heads", "rows", "after_rope"]
 States = tuple[tuple[int, ...], ...]  # what a recurrent layer remembers of a sequence: float32 of each of these sizes
 
 
@@ -196,6 +198,8 @@ class Shape:
     embedding_scale: float | None = None
     experts: ExpertShape | None = None
     attention_bias: bool = False
+    qk_norm: QKNorm = "heads"  # where there are such norms
+    parallel: bool = False  # attention and feed-forward take in the same row
     attention_gate: bool = False  # q is twice as wide: a query and a gate on the output for each head
     mlp_bias: bool = False
     tied_head: bool = False  # the head is the embedding
@@ -276,8 +280,8 @@ def common_from_gguf(f: Description, pairing: Pairing = "halves") -> Shape:
     )
 
 
-def common_from_config(c: Description) -> Shape:
-    """What llama-like config.json files state."""
+def common_from_config(c: Description, pairing: Pairing = "halves", *, rotary_share: float = 1.0) -> Shape:
+    """What llama-like config.json files state. `rotary_share`: of a head, where the file does not say."""
     hidden, n_heads = c.integer("hidden_size"), c.integer("num_attention_heads")
     head_width = c.integer("head_dim", max(1, hidden // n_heads))
     n_layers = c.integer("num_hidden_layers")
@@ -291,8 +295,8 @@ def common_from_config(c: Description) -> Shape:
         ff_width=c.integer("intermediate_size"),
         vocab=c.integer("vocab_size"),
         context=c.integer("max_position_embeddings"),
-        norm_eps=c.positive("rms_norm_eps", 1e-6),
-        ropes=everywhere(ropes.from_config(c, head_width), limited(n_layers, c)),
+        norm_eps=c.positive("rms_norm_eps", c.positive("layer_norm_eps", c.positive("norm_epsilon", 1e-6))),
+        ropes=everywhere(ropes.from_config(c, head_width, pairing, rotary_share=rotary_share), limited(n_layers, c)),
         windows=windows_from_config(c, n_layers),
         query_scale=head_width**-0.5,
         activation=activation_from_config(c),
@@ -305,6 +309,34 @@ def common_from_config(c: Description) -> Shape:
 def with_rope_where(shape: Shape, turned: Sequence[bool]) -> Shape:
     """No rotary positions in the other layers."""
     return replace(shape, ropes=tuple(r if one else None for r, one in zip(shape.ropes, turned, strict=True)))
+
+
+def by_window(shape: Shape, sliding: Sequence[bool], window: int, *, local: Rope | None, whole: Rope | None) -> Shape:
+    """Layers that see a window, with a rope of their own, and layers that see everything."""
+    ropes_of = tuple(local if one else whole for one in sliding)
+    return replace(shape, windows=tuple(window if one else None for one in sliding), ropes=ropes_of)
+
+
+def sliding_from_gguf(f: Description, n_layers: int, every: int) -> Sequence[bool]:
+    """Which layers see a window: all but every `every`-th, unless the file has a number or a list of its own."""
+    stated = f.raw("attention.sliding_window_pattern")
+    if isinstance(stated, (list, np.ndarray)):
+        if len(stated) < n_layers:
+            raise BadFile(f"{f.path}: {f.prefix}attention.sliding_window_pattern is shorter than the {n_layers} layers")
+        return [bool(one) for one in stated[:n_layers]]
+    every = f.integer("attention.sliding_window_pattern", every)
+    return [bool((i + 1) % every) for i in range(n_layers)]
+
+
+def sliding_from_config(c: Fields, n_layers: int, every: int) -> Sequence[bool]:
+    """The same of config.json, by its layer_types or its sliding_window_pattern."""
+    if c.has("layer_types"):
+        return [kind == "sliding_attention" for kind in layer_types(c, n_layers)]
+    stated = c.raw("sliding_window_pattern")
+    if isinstance(stated, str) and set(stated) <= {"L", "G"} and stated:
+        return [stated[i % len(stated)] == "L" for i in range(n_layers)]
+    every = c.integer("sliding_window_pattern", every)
+    return [bool((i + 1) % every) for i in range(n_layers)]
 
 
 def with_query_scale(shape: Shape, scale: float) -> Shape:

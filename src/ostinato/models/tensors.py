@@ -94,10 +94,12 @@ class ExpertBiases:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Numbers that no file has: each of `values`, as often as `sizes` says, in the model's dtype."""
+    """Numbers that no file has: each of `values`, as often as `sizes` says, in the model's dtype; float32 where
+    `exact`."""
 
     sizes: Sizes
     values: tuple[float, ...]
+    exact: bool = False
 
     @property
     def shape(self) -> Sizes:

@@ -313,6 +313,7 @@ def test_a_model_for_the_tape_is_loaded_with_its_matrices_in_the_hosts_memory(ti
         assert linear.bias is None or linear.bias.device.type == "meta"
     layer = split.layers[0]
     assert isinstance(layer, Layer)
+    assert layer.attention_norm is not None
     assert layer.attention_norm.weight.device.type == "meta"
     assert all(sets.device.type == "meta" for sets in split.frequencies.values())
     assert split.head is not None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ostinato.backends.base import CHUNK_ROWS, ChunkOutput, ChunkPart, ChunkWant, output_rows
 from ostinato.backends.cuda.outputs import ChunkOutputs
-from ostinato.backends.cuda.plan import flat, heads_of, paged_kv_of
+from ostinato.backends.cuda.plan import flat, heads_of, paged_kv_of, rows_normed
 from ostinato.backends.cuda.scratch import Scratch
 from ostinato.backends.torch.allocate import pinned_zeros, zeros
 from ostinato.backends.torch.first_token import FirstToken
@@ -200,25 +200,33 @@ class FusedChunks:
         heads, kv = heads_of(self._model, number), paged_kv_of(self._memory, number)
         qkv, q, attended = self._qkv[:rows], self._q[:rows], self._attended[:rows]
         chunk = self._chunks[self._memory.group_of[number]]
-        return [
-            self._norm(layer.attention_norm, rows),
-            self._product(self._h[:rows], attention.qkv, qkv),
+        norm, given = self._normed(layer.attention_norm, rows)
+        attend = [
+            *(
+                kernels.norm(own := qkv[:, at], own, n.weight, n.bias, n.eps)
+                for at, n in rows_normed(attention).values()
+            ),
             kernels.append_chunk(qkv, q, kv, chunk, heads),
             kernels.attend_chunk(q, attended, kv, chunk, heads),
             *self._into_residual(attended, attention.out, layer.after_attention, rows),
-            *self._mlp(number, layer, rows),
         ]
+        into = [*norm, self._product(given, attention.qkv, qkv)]
+        if self._model.shape.parallel:
+            # The feed-forward block takes in the row before attention adds to it.
+            own_norm, given = ([], given) if layer.mlp_norm is None else self._normed(layer.mlp_norm, rows)
+            inner, act = self._inner[:rows], self._act[:rows]
+            first, last = self._into(layer.mlp, given, inner, act), self._into_residual(act, layer.mlp.down, None, rows)
+            return [*into, *own_norm, *first, *attend, *last]
+        return [*into, *attend, *self._mlp(number, layer, rows)]
 
     def _mlp(self, number: int, layer: Layer, rows: int) -> list[Launch]:
-        mlp, norm, h = layer.mlp, self._norm(layer.mlp_norm, rows), self._h[:rows]
+        mlp = layer.mlp
+        norm, given = self._normed(layer.mlp_norm, rows)
         if isinstance(mlp, Experts):
-            return [norm, *self._experts(number, layer, mlp, rows)]
+            return [*norm, *self._experts(number, layer, mlp, given, rows)]
         inner, act = self._inner[:rows], self._act[:rows]
-        return [
-            norm,
-            *self._into(mlp, h, inner, act),
-            *self._into_residual(act, mlp.down, layer.after_mlp, rows),
-        ]
+        down = self._into_residual(act, mlp.down, layer.after_mlp, rows)
+        return [*norm, *self._into(mlp, given, inner, act), *down]
 
     def _into(self, mlp: MLP, given: Tensor, inner: Tensor, act: Tensor) -> list[Launch]:
         """A feed-forward block up to its activation."""
@@ -230,9 +238,9 @@ class FusedChunks:
                 return [self._product(given, mlp.up, inner), self._kernels.activate(inner, act, mlp.activation)]
         raise InternalError(f"a feed-forward block of kind {type(mlp).__name__} has no kernels")
 
-    def _experts(self, number: int, layer: Layer, mlp: Experts, rows: int) -> list[Launch]:
+    def _experts(self, number: int, layer: Layer, mlp: Experts, h: Tensor, rows: int) -> list[Launch]:
         """Each row through its own experts, by the step's kernels, which serve rows of a prompt too."""
-        kernels, h, x, y, routed = self._kernels, self._h[:rows], self._x[:rows], self._y[:rows], self._routed
+        kernels, x, y, routed = self._kernels, self._x[:rows], self._y[:rows], self._routed
         assert routed is not None
         shape, n_rows, scores, act = mlp.experts, self._count(rows), routed.scores[:rows], routed.act[:rows]
         chosen, shares, shared = routed.chosen[number, :rows], routed.shares[:rows], routed.shared_share[:rows]
@@ -271,8 +279,12 @@ class FusedChunks:
     def _after(self, norm: Norm, y: Tensor) -> Launch:
         return self._kernels.norm(y, y, norm.weight, norm.bias, norm.eps)
 
-    def _norm(self, norm: Norm, rows: int) -> Launch:
-        return self._kernels.norm(self._x[:rows], self._h[:rows], norm.weight, norm.bias, norm.eps)
+    def _normed(self, norm: Norm | None, rows: int) -> tuple[list[Launch], Tensor]:
+        """The launch of a norm, where there is one, and what the product behind it takes in."""
+        x, h = self._x[:rows], self._h[:rows]
+        if norm is None:
+            return [], x
+        return [self._kernels.norm(x, h, norm.weight, norm.bias, norm.eps)], h
 
     def _into_residual(self, given: Tensor, linear: Linear, after: Norm | None, rows: int) -> list[Launch]:
         x, y = self._x[:rows], self._y[:rows]

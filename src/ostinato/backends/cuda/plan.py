@@ -197,6 +197,15 @@ class FusedPlan:
         attention = layer.attention
         given, norm = self._normed(layer.attention_norm)
         self._product(f"{at}.qkv", "qkv", given, attention.qkv, s.qkv, norm=norm)
+        if self._model.shape.parallel:
+            # Before attention adds to the row that both take in. A norm of its own finds no row weighted ahead for it.
+            assert isinstance(layer.mlp, GatedMLP | PlainMLP)
+            own = layer.mlp_norm
+            self._inner(at, layer.mlp, *((given, norm) if own is None else (s.x, self._whole_norm(own))), s.act)
+            self._attend(f"{at}.attend", attention, number)
+            self._into_residual(f"{at}.out", "out", s.attended, attention.out, None, None)
+            self._into_residual(f"{at}.down", "down", s.act, layer.mlp.down, None, self._next_norm(number))
+            return
         self._attend(f"{at}.attend", attention, number)
         self._into_residual(f"{at}.out", "out", s.attended, attention.out, layer.after_attention, layer.mlp_norm)
         self._mlp(number, layer, self._next_norm(number))
@@ -205,22 +214,26 @@ class FusedPlan:
         s = self.step
         names = {name: kept for name, kept in self._kept.items() if name.startswith(f"memory.{number}.")}
         self._buffers |= names
+        for part, (columns, norm) in rows_normed(attention).items():
+            own = s.qkv[:, columns]
+            run = self._kernels.norm(own, own, norm.weight, norm.bias, norm.eps, self._n_rows)
+            self._add(f"{name}.{part}_norm", "norm", run, ("qkv",), ("qkv",), {f"{name}.{part}_norm": norm.weight})
         kv = paged_kv_of(self._memory, number)
         rows = StepRows.of(self._table, self._memory.group_of[number])
         run = self._kernels.attend(s.qkv, s.attended, kv, rows, heads_of(self._model, number), self._workspace)
         scratch = tuple(name for name in self._buffers if name.startswith("attend.workspace"))
         self._add(name, "attend", run, ("qkv", *names, *scratch), ("attended", *names, *scratch))
 
-    def _mlp(self, number: int, layer: Layer, following: Norm) -> None:
-        s, mlp, at = self.step, layer.mlp, f"layer.{number}"
+    def _mlp(self, number: int, layer: Layer, following: Norm | None) -> None:
+        mlp, at = layer.mlp, f"layer.{number}"
         given, norm = self._normed(layer.mlp_norm)
         if isinstance(mlp, Experts):
             self._experts(number, layer, mlp, given, norm, following)
             return
-        self._inner(at, mlp, given, norm, s.act)
-        self._into_residual(f"{at}.down", "down", s.act, mlp.down, layer.after_mlp, following)
+        self._inner(at, mlp, given, norm, self.step.act)
+        self._into_residual(f"{at}.down", "down", self.step.act, mlp.down, layer.after_mlp, following)
 
-    def _inner(self, at: str, mlp: GatedMLP | PlainMLP, given: Tensor, norm: InputNorm, out: Tensor) -> None:
+    def _inner(self, at: str, mlp: GatedMLP | PlainMLP, given: Tensor, norm: InputNorm | None, out: Tensor) -> None:
         """A feed-forward block up to its activation."""
         if isinstance(mlp, GatedMLP):
             self._gated(f"{at}.gate_up", mlp, given, norm, out)
@@ -228,7 +241,7 @@ class FusedPlan:
         act = {"epilogue": "act", "activation": mlp.activation}
         self._product(f"{at}.up", "gate_up", given, mlp.up, out, norm=norm, **act)
 
-    def _gated(self, name: str, mlp: GatedMLP, given: Tensor, norm: InputNorm, out: Tensor) -> None:
+    def _gated(self, name: str, mlp: GatedMLP, given: Tensor, norm: InputNorm | None, out: Tensor) -> None:
         parts, activation = _apart(mlp.gate_up, halved=not self._fusions.gated), mlp.activation
         if len(parts) == 1:
             gated = {"epilogue": "gated", "activation": activation}
@@ -241,7 +254,7 @@ class FusedPlan:
         self._product(f"{name}.up", "gate_up", given, up, out, epilogue="multiply", **into)
 
     def _experts(
-        self, number: int, layer: Layer, mlp: Experts, given: Tensor, norm: InputNorm | None, following: Norm
+        self, number: int, layer: Layer, mlp: Experts, given: Tensor, norm: InputNorm | None, following: Norm | None
     ) -> None:
         """What reads the residual stream comes before what adds to it: the shared block, then the sum of experts."""
         s, kernels, at, shape = self.step, self._kernels, f"layer.{number}", mlp.experts
@@ -251,7 +264,6 @@ class FusedPlan:
         run = kernels.route(s.scores, chosen, s.shares, self._n_rows, **how)
         self._add(f"{at}.route", "route", run, ("scores",), ("experts", "shares", "shared_share"))
         if mlp.shared is not None:
-            assert norm is not None
             self._inner(f"{at}.shared", mlp.shared, given, norm, s.shared_act)
         if mlp.into_latent is not None:
             self._product(f"{at}.into_latent", "gate_up", given, mlp.into_latent, s.latent, norm=norm)
@@ -272,7 +284,7 @@ class FusedPlan:
         out, epilogue = (s.x, "add") if after is None else (s.y, "store")
         self._product(name, "down", s.shared_act, mlp.down, out, epilogue=epilogue, share=share)
 
-    def _experts_down(self, number: int, layer: Layer, mlp: Experts, share: float, following: Norm) -> None:
+    def _experts_down(self, number: int, layer: Layer, mlp: Experts, share: float, following: Norm | None) -> None:
         s, at, after = self.step, f"layer.{number}", layer.after_mlp
         adds = after is None or mlp.shared is not None
         out, stats, prepared = self._residual_or_y(after, following)
@@ -294,7 +306,7 @@ class FusedPlan:
             self._add_norm(f"{at}.down", after, following)
 
     def _into_residual(
-        self, name: str, kind: str, given: Tensor, linear: Linear, after: Norm | None, following: Norm
+        self, name: str, kind: str, given: Tensor, linear: Linear, after: Norm | None, following: Norm | None
     ) -> None:
         """Add to the residual stream, and leave what the norm that follows needs of it."""
         out, stats, prepared = self._residual_or_y(after, following)
@@ -303,13 +315,13 @@ class FusedPlan:
         if after is not None:
             self._add_norm(name, after, following)
 
-    def _residual_or_y(self, after: Norm | None, following: Norm) -> tuple[Tensor, Tensor, PreparedInput | None]:
+    def _residual_or_y(self, after: Norm | None, following: Norm | None) -> tuple[Tensor, Tensor, PreparedInput | None]:
         """Where the last product of a block writes, and what it leaves beside: the residual stream, or `y` where a norm
         comes between."""
         s = self.step
         return (s.x, s.stats, self._prepared(following)) if after is None else (s.y, s.y_stats, None)
 
-    def _add_norm(self, name: str, after: Norm, following: Norm) -> None:
+    def _add_norm(self, name: str, after: Norm, following: Norm | None) -> None:
         s, prepared = self.step, self._prepared(following)
         run = self._kernels.add_norm(
             s.x, s.y, s.y_stats, after.weight, after.eps, s.stats, self._rows, prepared=prepared
@@ -360,7 +372,7 @@ class FusedPlan:
 
     # Norms: of partial sums, and where products are bfloat16 of an input that its writer has weighted already
 
-    def _next_norm(self, number: int) -> Norm:
+    def _next_norm(self, number: int) -> Norm | None:
         """The norm that comes after this layer, or after the embedding (-1)."""
         model = self._model
         if number + 1 == len(model.layers):
@@ -370,15 +382,20 @@ class FusedPlan:
         assert isinstance(layer, Layer)
         return layer.attention_norm
 
-    def _prepared(self, norm: Norm) -> PreparedInput | None:
-        return PreparedInput(self.step.h, norm.weight) if self._weights_ahead(norm) else None
+    def _prepared(self, norm: Norm | None) -> PreparedInput | None:
+        return PreparedInput(self.step.h, norm.weight) if norm is not None and self._weights_ahead(norm) else None
 
-    def _normed(self, norm: Norm) -> tuple[Tensor, InputNorm]:
+    def _normed(self, norm: Norm | None) -> tuple[Tensor, InputNorm | None]:
         """What a product behind this norm takes in, and what is left of the norm for it to do."""
         s = self.step
+        if norm is None:
+            return s.x, None
         if self._weights_ahead(norm):
             return s.h, InputNorm(s.stats, None, None, norm.eps)
-        return s.x, InputNorm(s.stats, norm.weight, norm.bias, norm.eps)
+        return s.x, self._whole_norm(norm)
+
+    def _whole_norm(self, norm: Norm) -> InputNorm:
+        return InputNorm(self.step.stats, norm.weight, norm.bias, norm.eps)
 
     def _weights_ahead(self, norm: Norm) -> bool:
         return self._fusions.ahead and norm.bias is None and self._model.dtype == torch.bfloat16
@@ -394,6 +411,8 @@ def heads_of(model: Model, number: int) -> Heads:
     assert isinstance(layer, Layer)
     rope = shape.ropes[number]
     q_norm, k_norm = layer.attention.q_norm, layer.attention.k_norm
+    if rows_normed(layer.attention):  # before the heads are apart
+        q_norm, k_norm = None, None
     return Heads(
         n_heads=shape.n_heads,
         n_kv_heads=shape.n_kv_heads,
@@ -407,7 +426,20 @@ def heads_of(model: Model, number: int) -> Heads:
         q_norm=None if q_norm is None else q_norm.weight,
         k_norm=None if k_norm is None else k_norm.weight,
         norm_eps=shape.norm_eps if q_norm is None else q_norm.eps,
+        norm_last=shape.qk_norm == "after_rope",
     )
+
+
+def rows_normed(attention: Attention) -> dict[str, tuple[slice, Norm]]:
+    """The columns of q, k and v side by side that are normed as one, by whose they are; none where heads are."""
+    shape = attention.shape
+    if shape.qk_norm != "rows" or attention.q_norm is None or attention.k_norm is None:
+        return {}
+    n_queries, n_keys = shape.n_heads * shape.head_width, shape.n_kv_heads * shape.head_width
+    return {
+        "q": (slice(n_queries), attention.q_norm),
+        "k": (slice(n_queries, n_queries + n_keys), attention.k_norm),
+    }
 
 
 def paged_kv_of(memory: PagedMemory, number: int) -> PagedKV:

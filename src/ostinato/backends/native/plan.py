@@ -42,12 +42,13 @@ from ostinato.models.blocks import (
     RecurrentLayer,
 )
 from ostinato.models.rope import Rope
-from ostinato.models.shape import ExpertGroups, ExpertShape, Shape
+from ostinato.models.shape import ExpertGroups, ExpertShape, QKNorm, Shape
 from ostinato.options import Activations
 
 LANES: Final = 16
 MOST_PARTS: Final = 3
 _MIXERS: Final = (MambaMixer, Mamba2Mixer)  # in the order of the enumeration in `src/loop.h`
+_QK_NORMS: Final[tuple[QKNorm, ...]] = ("heads", "rows", "after_rope")
 _ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
 
 
@@ -72,7 +73,7 @@ class _Cache(Structure):
 
 
 class _Norm(Structure):
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p))
+    _fields_ = (*_pointers("weight", "bias"), ("eps", c_float))
 
 
 class _Mixer(Structure):
@@ -96,6 +97,7 @@ class _Layer(Structure):
         *((name, c_void_p) for name in ("experts", "choice_bias", "mixer")),
         ("cache", _Cache),
         *((name, c_int) for name in ("window", "rope", "ff_width", "group", "gated", "attends", "has_mlp")),
+        *((name, c_int) for name in ("qk_norm", "parallel")),
         ("attention_scale", c_float),
     )
 
@@ -166,7 +168,7 @@ class _Plan(Structure):
         *((name, c_int) for name in ("n_threads", "n_slots", "max_pages", "most_rows", "n_tokens", "wake")),
         ("router", RouterStruct),
         ("causal", c_int),
-        *((name, c_float) for name in ("eps", "query_scale", "attention_softcap", "logit_softcap", "embedding_scale")),
+        *((name, c_float) for name in ("query_scale", "attention_softcap", "logit_softcap", "embedding_scale")),
     )
 
 
@@ -303,7 +305,6 @@ class NativeStep:
             n_tokens=n_tokens,
             wake=wake,
             causal=shape.causal,
-            eps=shape.norm_eps,
             query_scale=shape.query_scale,
             attention_softcap=shape.attention_softcap or 0.0,
             logit_softcap=shape.logit_softcap or 0.0,
@@ -319,7 +320,8 @@ class NativeStep:
         match layer:
             case Layer():
                 out.attention_norm, out.after_attention = map(self._norm, (layer.attention_norm, layer.after_attention))
-                out.mlp_norm, out.after_mlp = self._norm(layer.mlp_norm), self._norm(layer.after_mlp)
+                one = layer.attention_norm if shape.parallel and layer.mlp_norm is None else layer.mlp_norm
+                out.mlp_norm, out.after_mlp = self._norm(one), self._norm(layer.after_mlp)
             case PostNormLayer():
                 out.attention_post_norm, out.mlp_post_norm = map(self._norm, (layer.attention_norm, layer.mlp_norm))
             case RecurrentLayer():
@@ -345,6 +347,7 @@ class NativeStep:
         out.cache, out.group = _cache(memory.layers[number]), memory.group_of[number]
         out.window = shape.windows[number] or 0
         out.rope = -1 if rope is None else ropes.index(rope)
+        out.qk_norm, out.parallel = _QK_NORMS.index(shape.qk_norm), shape.parallel
 
     def _set_mixer(self, out: _Layer, mixer: Mixer, memory: NativePages, input_scale: float = 1.0) -> None:
         if not isinstance(mixer, _MIXERS):
@@ -424,7 +427,7 @@ class NativeStep:
     def _norm(self, norm: Norm | None) -> _Norm:
         if norm is None:
             return _Norm()
-        return _Norm(self._kept.floats(norm.weight), self._table(norm.bias))
+        return _Norm(self._kept.floats(norm.weight), self._table(norm.bias), norm.eps)
 
     def _table(self, values: Any | None) -> int | None:
         return None if values is None else self._kept.floats(values)

@@ -180,6 +180,8 @@ def why_not_shape(shape: Shape) -> str | None:
         (shape.experts is None, "experts"),
         (shape.recurrent is None and shape.attention and shape.causal, "layers that are not causal attention"),
         (shape.multipliers == type(shape.multipliers)() and shape.embedding_scale is None, "multipliers"),
+        (shape.qk_norm == "heads", "QK norms over whole rows or after the rotation"),
+        (not shape.parallel, "attention and feed-forward in parallel"),
         (not shape.attention_gate, "gates on the output of attention"),
         (shape.attention_softcap is None and shape.logit_softcap is None, "soft caps"),
         (shape.activation == "silu", f"the activation {shape.activation}: it has silu"),

@@ -489,7 +489,7 @@ class TapeStep:
         s, device = model.shape, model.device
         layers = [_layer(model, number) for number in range(s.n_layers)]
         assert model.norm is not None
-        norms = [norm for layer in layers for norm in (layer.attention_norm, layer.mlp_norm)]
+        norms = [norm for layer in layers for norm in (layer.attention_norm, layer.mlp_norm) if norm]
         made = {
             "tape": tape_of(sources, self.partition, device, model.dtype),
             "tape_at": torch.tensor(self.partition.begins, dtype=torch.int64, device=device),

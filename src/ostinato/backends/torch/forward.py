@@ -63,7 +63,9 @@ class ForwardState(Protocol):
         n_planes where a run was shorter."""
 
 
-def normed(ops: Ops, norm: Norm, x: Tensor) -> Tensor:
+def normed(ops: Ops, norm: Norm | None, x: Tensor) -> Tensor:
+    if norm is None:
+        return x
     if norm.bias is None:
         return ops.rms_norm(x, norm.weight, norm.eps)
     return ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
@@ -115,11 +117,15 @@ class Forward:
         """Rows [rows, hidden] to rows of the same shape."""
         ops = self.ops
         match layer:
+            case Layer() if layer.attention.shape.parallel:
+                inside = normed(ops, layer.attention_norm, x)
+                thought = through_mlp(ops, layer.mlp, normed(ops, layer.mlp_norm, x) if layer.mlp_norm else inside)
+                return (x + self.attention(layer.attention, inside)) + thought
             case Layer():
                 seen = self.attention(layer.attention, normed(ops, layer.attention_norm, x))
-                x = x + (seen if layer.after_attention is None else normed(ops, layer.after_attention, seen))
+                x = x + normed(ops, layer.after_attention, seen)
                 thought = through_mlp(ops, layer.mlp, normed(ops, layer.mlp_norm, x))
-                return x + (thought if layer.after_mlp is None else normed(ops, layer.after_mlp, thought))
+                return x + normed(ops, layer.after_mlp, thought)
             case PostNormLayer():
                 x = normed(ops, layer.attention_norm, x + self.attention(layer.attention, x))
                 return normed(ops, layer.mlp_norm, x + through_mlp(ops, layer.mlp, x))
@@ -139,16 +145,28 @@ class Forward:
             gate = heads[:, 1 : 2 * s.n_heads : 2]
             heads = torch.cat((heads[:, 0 : 2 * s.n_heads : 2], heads[:, 2 * s.n_heads :]), 1)
         qk, v = heads[:, : -s.n_kv_heads], heads[:, -s.n_kv_heads :]
-        if block.q_norm is not None and block.k_norm is not None:
-            q, k = qk[:, : s.n_heads], qk[:, s.n_heads :]
-            qk = torch.cat((normed(ops, block.q_norm, q), normed(ops, block.k_norm, k)), 1)
+        if s.qk_norm != "after_rope":
+            qk = self._qk_normed(block, qk)
         rope = s.ropes[block.layer]
         if rope is not None:
             qk = ops.rope(qk, *self.angles[rope], rope.pairing)
+        if s.qk_norm == "after_rope":
+            qk = self._qk_normed(block, qk)
         q, k = qk[:, : s.n_heads], qk[:, s.n_heads :]
         seen = self.memory.attend(block.layer, q, k, v, scale=s.query_scale, softcap=s.attention_softcap)
         seen = seen if gate is None else seen * torch.sigmoid(gate)
         return through_linear(ops, block.out, seen.flatten(1))
+
+    def _qk_normed(self, block: Attention, qk: Tensor) -> Tensor:
+        """Heads of queries and of keys [rows, heads, width], normed where the family does: each, or a row's as one."""
+        if block.q_norm is None or block.k_norm is None:
+            return qk
+        n_heads, as_one = block.shape.n_heads, block.shape.qk_norm == "rows"
+        parts = []
+        for heads, norm in ((qk[:, :n_heads], block.q_norm), (qk[:, n_heads:], block.k_norm)):
+            rows = heads.flatten(1) if as_one else heads
+            parts.append(normed(self.ops, norm, rows).view(heads.shape))
+        return torch.cat(parts, 1)
 
     def mixer(self, mixer: Mixer, x: Tensor) -> Tensor:
         """Rows [rows, hidden] to rows, with the past in memory."""

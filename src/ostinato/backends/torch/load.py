@@ -135,7 +135,7 @@ def reading_threads(device: torch.device) -> int:
 
 def constant(reference: Constant, dtype: torch.dtype, device: torch.device) -> Tensor:
     parts = [torch.full((size,), value) for size, value in zip(reference.sizes, reference.values, strict=True)]
-    return torch.cat(parts).to(device=device, dtype=dtype)
+    return torch.cat(parts).to(device=device, dtype=torch.float32 if reference.exact else dtype)
 
 
 def load(

@@ -60,7 +60,7 @@ class LayerSizes:
     n_rotary: int
     n_rope_sets: int  # with more than one, a row says which it has
     neighbours: bool
-    normed: bool
+    normed: int  # 0: not, 1: before the rotation, 2: after it
     page: int
     q8: bool
 
@@ -196,7 +196,7 @@ def layer_arguments(kv: PagedKV, heads: Heads, stand_in: Tensor) -> dict[str, An
             n_rotary=0 if heads.frequencies is None else 2 * heads.frequencies.shape[1],
             n_rope_sets=1 if heads.frequencies is None else heads.frequencies.shape[0],
             neighbours=heads.pairing == "neighbours",
-            normed=heads.q_norm is not None,
+            normed=0 if heads.q_norm is None else 2 if heads.norm_last else 1,
             page=kv.page_tokens,
             q8=kv.keys.dtype == torch.int8,
         ),
@@ -440,7 +440,7 @@ def rotated(at, mask, weight, cos, sin, eps, S: tl.constexpr):
     """Heads of S.width elements at `at` [n, 1], after norm and RoPE, float32 [n, D]; cos and sin [1, D] or [n, D]."""
     d = tl.arange(0, S.d)[None, :]
     x = tl.load(at + d, mask=mask, other=0.0).to(tl.float32)
-    if S.normed:
+    if S.normed == 1:
         power = tl.rsqrt(tl.sum(x * x, 1) / S.width + eps)[:, None]
         x = x * power * tl.load(weight + d, mask=d < S.width, other=0.0).to(tl.float32)
     if S.n_rotary:
@@ -452,9 +452,12 @@ def rotated(at, mask, weight, cos, sin, eps, S: tl.constexpr):
             early = d < S.n_rotary // 2
         # Loaded again rather than shuffled: the line is in the cache, and which lane holds what stays open.
         other = tl.load(at + partner, mask=mask & (d < S.n_rotary), other=0.0).to(tl.float32)
-        if S.normed:
+        if S.normed == 1:
             other = other * power * tl.load(weight + partner, mask=d < S.n_rotary, other=0.0).to(tl.float32)
         x = tl.where(d < S.n_rotary, x * cos + tl.where(early, -other, other) * sin, x)
+    if S.normed == 2:
+        x = x * tl.rsqrt(tl.sum(x * x, 1) / S.width + eps)[:, None]
+        x = x * tl.load(weight + d, mask=d < S.width, other=0.0).to(tl.float32)
     return x
 
 

@@ -52,12 +52,13 @@ static inline void layer_norm(const float* x, const float* weight, const float* 
 // The weights of a norm: of a layer norm where there is a bias, else of an RMS norm; no norm where there is no weight.
 struct Norm {
     const float *weight, *bias;
+    float eps;
 };
 
 // y = norm(x), or x where there is none; in place where y is x.
-static inline void normed(const Norm& norm, const float* x, int n, float eps, float* y) {
-    if (norm.bias) layer_norm(x, norm.weight, norm.bias, n, eps, y);
-    else if (norm.weight) rms_norm(x, norm.weight, n, eps, y);
+static inline void normed(const Norm& norm, const float* x, int n, float* y) {
+    if (norm.bias) layer_norm(x, norm.weight, norm.bias, n, norm.eps, y);
+    else if (norm.weight) rms_norm(x, norm.weight, n, norm.eps, y);
     else if (y != x) memcpy(y, x, n * sizeof(float));
 }
 

@@ -54,6 +54,8 @@ struct Mixer {
 };
 
 enum MixerKind { MAMBA, MAMBA2 };
+// What q_norm and k_norm are of: each head before its rotation, all heads of a row, each head after its rotation.
+enum QkNorm { OF_HEADS, OF_ROWS, AFTER_ROPE };
 
 // A block normalises the residual for its input, normalises its output by `after` and adds it to the residual;
 // post-norm layers (encoders) normalise the residual after the addition.
@@ -73,6 +75,8 @@ struct Layer {
     int group;   // which of a sequence's page tables
     int gated;
     int attends, has_mlp;
+    int qk_norm;   // of `QkNorm`
+    int parallel;  // the MLP takes in what attention did, before the residual gains
     float attention_scale;  // of what goes into attention; 0: none
 };
 
@@ -100,7 +104,7 @@ struct Plan {
     int activation, kept, wide, n_threads, n_slots, max_pages, most_rows, n_tokens, wake;
     block::Router router;  // without experts where it has none
     int causal;  // else a row sees all rows of its part, which is a whole text
-    float eps, query_scale, attention_softcap, logit_softcap, embedding_scale;  // 0: no cap, no scale
+    float query_scale, attention_softcap, logit_softcap, embedding_scale;  // 0: no cap, no scale
 };
 
 // --- a chunk: the same structs in backends/native/plan.py ---
@@ -323,8 +327,18 @@ struct ForwardPass {
         return prepared(m, plan.hidden, [&](int row) {
             float *at = residual(m, row), *to = normed_row(m, row);
             gain(at, gained, row, to);
-            block::normed(norm, at, plan.hidden, plan.eps, to);
+            block::normed(norm, at, plan.hidden, to);
             if (scale != 0) block::scale_by(to, scale, plan.hidden);
+            return to;
+        });
+    }
+
+    // The same for a block that takes in what the last one did: the residual is normed before it gains.
+    Inputs parallel_block(team::Member& m, const Gain& gained, const block::Norm& norm) {
+        return prepared(m, plan.hidden, [&](int row) {
+            float *at = residual(m, row), *to = normed_row(m, row);
+            block::normed(norm, at, plan.hidden, to);
+            block::add_to(at, gained.rows + size_t(row) * hidden_stride, plan.hidden);
             return to;
         });
     }
@@ -338,11 +352,11 @@ struct ForwardPass {
             more = room;
         }
         if (gained.after->weight) {
-            block::normed(*gained.after, more, plan.hidden, plan.eps, room);
+            block::normed(*gained.after, more, plan.hidden, room);
             more = room;
         }
         block::add_to(at, more, plan.hidden);
-        block::normed(*gained.sum, at, plan.hidden, plan.eps, at);
+        block::normed(*gained.sum, at, plan.hidden, at);
     }
 
     // --- products ---
@@ -416,7 +430,7 @@ struct ForwardPass {
             if (plan.embedding_scale != 0) block::scale_by(at, plan.embedding_scale, plan.hidden);
             add_embedding(at, plan.segment_embedding, segment_of(row));
             add_embedding(at, plan.position_embedding, position_of(row));
-            block::normed(plan.embedding_norm, at, plan.hidden, plan.eps, at);
+            block::normed(plan.embedding_norm, at, plan.hidden, at);
         });
         m.each(n_rows, [&](int row) {
             for (int i = 0; i < plan.n_ropes; i++) {
@@ -436,7 +450,8 @@ struct ForwardPass {
             const Layer& layer = plan.layers[i];
             if (layer.attends || layer.mixer) gained = mix_rows(m, layer, gained);
             if (layer.has_mlp) {
-                const Inputs in = next_block(m, gained, layer.mlp_norm);
+                const Inputs in =
+                    layer.parallel ? parallel_block(m, gained, layer.mlp_norm) : next_block(m, gained, layer.mlp_norm);
                 if (layer.experts) mlp_experts(m, layer, in);
                 else mlp(m, layer, in);
                 gained = {out, &layer.after_mlp, &layer.mlp_post_norm, nullptr};
@@ -458,6 +473,10 @@ struct ForwardPass {
         }
         product(m, layer.qkv, in, qkv, qkv_stride);
         m.barrier();
+        if (layer.qk_norm == OF_ROWS) {
+            m.each(n_rows, [&](int row) { norm_rows(layer, row); });
+            m.barrier();
+        }
         if (mixer) recur(m, *mixer, next_block(m, {}, layer.attention_norm, mixer->input_scale), mixed);
         if (is_chunk) attend_chunk(m, layer);
         else attend_rows(m, layer);
@@ -526,7 +545,7 @@ struct ForwardPass {
             m.share(n, first, last);
             for (int i = first; i < last; i++) {
                 float* to = o.hidden ? o.hidden + size_t(begin + i) * plan.hidden : normed + size_t(i) * hidden_stride;
-                block::normed(plan.norm, residual(m, o.rows[begin + i]), plan.hidden, plan.eps, to);
+                block::normed(plan.norm, residual(m, o.rows[begin + i]), plan.hidden, to);
                 if (o.logits) prepare(in, to, 0, i, i + 1);
             }
             if (!o.logits) continue;
@@ -573,13 +592,27 @@ struct ForwardPass {
         return {heads, layer.cache, pages_of(layer, row), kv};
     }
 
+    // All query heads of a row as one, and all its key heads.
+    void norm_rows(const Layer& layer, int row) {
+        const int n_queries = plan.n_heads * plan.head_width;
+        float *queries = qkv + size_t(row) * qkv_stride, *keys = queries + n_queries;
+        block::normed(layer.q_norm, queries, n_queries, queries);
+        block::normed(layer.k_norm, keys, plan.n_kv_heads * plan.head_width, keys);
+    }
+
     // A query head of a row, after QK norm, RoPE and scaling.
     void query_of(const Layer& layer, int row, int head, float* q) const {
         const int width = plan.head_width;
         memcpy(q, qkv + size_t(row) * qkv_stride + size_t(head) * width, width * sizeof(float));
-        block::normed(layer.q_norm, q, width, plan.eps, q);
-        rotate(layer, row, q);
+        turn(layer, row, layer.q_norm, q);
         block::scale_by(q, plan.query_scale, width);
+    }
+
+    // A head normed and rotated, in the layer's order.
+    void turn(const Layer& layer, int row, const block::Norm& norm, float* head) const {
+        if (layer.qk_norm == OF_HEADS) block::normed(norm, head, plan.head_width, head);
+        rotate(layer, row, head);
+        if (layer.qk_norm == AFTER_ROPE) block::normed(norm, head, plan.head_width, head);
     }
 
     void rotate(const Layer& layer, int row, float* head) const {
@@ -592,8 +625,7 @@ struct ForwardPass {
     void keep(const Layer& layer, int row, const attention::Past& past) const {
         const int width = plan.head_width;
         float* key = qkv + size_t(row) * qkv_stride + size_t(plan.n_heads + past.kv) * width;
-        block::normed(layer.k_norm, key, width, plan.eps, key);
-        rotate(layer, row, key);
+        turn(layer, row, layer.k_norm, key);
         attention::append(past, position_of(row), key, key + size_t(plan.n_kv_heads) * width);
     }
 
@@ -811,7 +843,7 @@ struct ForwardPass {
             float* at = selected + size_t(row) * selected_stride;
             for (int part = 0; part < 3; part++) {
                 const int width = part ? w.state : w.dt_rank;
-                block::normed(w.norms[part], at, width, w.norm_eps, at);
+                block::normed(w.norms[part], at, width, at);
                 at += width;
             }
         });

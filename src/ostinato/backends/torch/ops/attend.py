@@ -46,6 +46,7 @@ class Heads:
     q_norm: Tensor | None = None  # [head_width], with k_norm or not at all
     k_norm: Tensor | None = None
     norm_eps: float = 1e-6
+    norm_last: bool = False  # after the rotation
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
@@ -150,13 +151,21 @@ def rotate_qk_torch(
     parts = qkv.float().view(len(qkv), heads.n_heads + 2 * heads.n_kv_heads, heads.head_width)
     n = heads.n_heads + heads.n_kv_heads
     q, k, v = parts[:, : heads.n_heads], parts[:, heads.n_heads : n], parts[:, n:]
-    if heads.q_norm is not None and heads.k_norm is not None:
-        q, k = (rms_norm_torch(x, w, heads.norm_eps) for x, w in ((q, heads.q_norm), (k, heads.k_norm)))
+    if not heads.norm_last:
+        q, k = _normed(q, k, heads)
     if heads.frequencies is not None:
         angles = positions.float().unsqueeze(-1) * heads.frequencies[0 if rope_set is None else rope_set.long()]
         cos, sin = angles.cos() * heads.amplitude, angles.sin() * heads.amplitude
         q, k = (rope_torch(x, cos, sin, heads.pairing) for x in (q, k))
+    if heads.norm_last:
+        q, k = _normed(q, k, heads)
     return q, k, v
+
+
+def _normed(q: Tensor, k: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+    if heads.q_norm is None or heads.k_norm is None:
+        return q, k
+    return rms_norm_torch(q, heads.q_norm, heads.norm_eps), rms_norm_torch(k, heads.k_norm, heads.norm_eps)
 
 
 def visible(position: int, window: int | None, device: torch.device) -> Tensor:

@@ -1,0 +1,66 @@
+"""olmo2 and olmo3: llama's blocks with norms after them and none before, and one norm for all heads of a row's
+queries or keys. olmo3 has windows in three of four layers, whose rope is not scaled; in GGUF both are olmo2.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+from ostinato.models import rope as ropes
+from ostinato.models.builder import Builder
+from ostinato.models.family import COMMON_NAMES, Family
+from ostinato.models.fields import Description
+from ostinato.models.rope import Rope
+from ostinato.models.shape import (
+    Shape,
+    by_window,
+    common_from_config,
+    common_from_gguf,
+    sliding_from_config,
+    sliding_from_gguf,
+)
+
+GLOBAL_EVERY = 4
+
+
+def shape_from_gguf(f: Description) -> Shape:
+    shape = replace(common_from_gguf(f), qk_norm="rows")
+    if not f.has("attention.sliding_window"):
+        return shape
+    sliding = sliding_from_gguf(f, shape.n_layers, GLOBAL_EVERY)
+    whole = ropes.from_gguf(f, shape.head_width, "halves")
+    local = Rope(f.positive("rope.freq_base_swa", whole.base), whole.width, whole.pairing)
+    return by_window(shape, sliding, f.integer("attention.sliding_window"), local=local, whole=whole)
+
+
+def olmo2_from_config(c: Description) -> Shape:
+    return replace(common_from_config(c), qk_norm="rows")
+
+
+def olmo3_from_config(c: Description) -> Shape:
+    shape = olmo2_from_config(c)
+    whole = ropes.from_config(c, shape.head_width, kind="full_attention")
+    base = ropes.from_config(c, shape.head_width, kind="sliding_attention").base
+    sliding = sliding_from_config(c, shape.n_layers, GLOBAL_EVERY)
+    local = Rope(base, whole.width, whole.pairing)
+    return by_window(shape, sliding, c.integer("sliding_window", 4096), local=local, whole=whole)
+
+
+LAYER = partial(Builder.layer, before=False, sandwich=True, qk_norm=True)
+NAMES = {
+    **COMMON_NAMES,
+    "model.layers.*.post_attention_layernorm": "blk.*.post_attention_norm",
+    "model.layers.*.post_feedforward_layernorm": "blk.*.post_ffw_norm",
+}
+
+OLMO2 = Family(
+    "olmo2",
+    LAYER,
+    hf=("Olmo2ForCausalLM",),
+    shape_from_gguf=shape_from_gguf,
+    shape_from_config=olmo2_from_config,
+    names=NAMES,
+)
+
+OLMO3 = Family(
+    "olmo3", LAYER, hf=("Olmo3ForCausalLM",), in_gguf=False, shape_from_config=olmo3_from_config, names=NAMES
+)
