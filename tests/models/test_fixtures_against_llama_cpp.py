@@ -21,6 +21,7 @@ TOLERANCES: Final = {
     "gemma3": 5e-3,
     "gemma3-vision": 5e-3,
     "qwen3-vl": 1e-3,
+    "qwen3-vl-moe": 1e-3,
     "gemma3-linear": 5e-3,
     "gemma3-stated": 5e-3,
     "gpt2": 1e-2,

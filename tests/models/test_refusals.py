@@ -303,6 +303,43 @@ def test_a_config_of_experts_that_cannot_be_is_refused(key: str, value: Any, tmp
     refusal(spoiled_folder(tmp_path, tiny_files, name="qwen3-moe", config=lambda c: c.update({key: value})))
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"n_group": 4, "topk_group": 1}, "6 experts cannot be 4 groups"),
+        ({"n_group": 3, "topk_group": 4}, "of which a row uses 4"),
+        ({"n_group": 2, "topk_group": 1, "num_experts_per_tok": 4}, "uses 4 experts, and there are only 3"),
+    ],
+    ids=str,
+)
+def test_groups_of_experts_that_cannot_be_are_refused(
+    config: dict[str, int], said: str, tmp_path: Path, tiny_files: Path
+) -> None:
+    path = spoiled_folder(tmp_path, tiny_files, name="glm4-moe", config=lambda c: c.update(config))
+    assert said in refusal(path, BadFile)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp.experts.5.up_proj.weight",
+        "mlp.gate.weight",
+        "mlp.gate.e_score_correction_bias",
+        "mlp.shared_experts.down_proj.weight",
+    ],
+)
+def test_a_tensor_of_experts_that_is_missing_is_named(name: str, tmp_path: Path, tiny_files: Path) -> None:
+    whole = f"model.layers.2.{name}"
+    path = spoiled_folder(tmp_path, tiny_files, name="glm4-moe", tensors=lambda t: t.pop(whole))
+    assert f"the tensor {whole} is missing" in refusal(path, BadFile)
+
+
+def test_a_router_of_the_wrong_width_is_named_with_both_shapes(tmp_path: Path, tiny_files: Path) -> None:
+    name = "model.layers.1.mlp.gate.weight"
+    path = spoiled_folder(tmp_path, tiny_files, name="glm4-moe", tensors=lambda t: t.update({name: torch.ones(5, 64)}))
+    assert f"{name} has the shape [5, 64]; this model needs [6, 64]" in refusal(path, BadFile)
+
+
 def test_a_context_beyond_what_the_model_was_trained_for_is_refused(tiny_files: Path) -> None:
     with pytest.raises(BadInput, match="256"):
         LLM(tiny.gguf("llama", tiny_files), device="cpu", context=257)

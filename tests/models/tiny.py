@@ -118,6 +118,31 @@ def _qwen3_moe(architecture: str | None, **config: Any) -> TinyModel:
     return _made("Qwen3MoeForCausalLM", architecture, **{"head_dim": 32, **_EXPERTS, "norm_topk_prob": True, **config})
 
 
+def _vl_moe() -> TinyModel:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text = _qwen3_moe("qwen3moe", head_dim=16, moe_intermediate_size=40)
+    vision = {**_VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}
+    return _with_vision("Qwen3VLMoeForConditionalGeneration", "qwen3vlmoe", text, vision, **rope)
+
+
+def _glm4_moe(architecture: str | None, **config: Any) -> TinyModel:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    router = {"first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "n_shared_experts": 1, "n_routed_experts": 6}
+    sizes = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16, "use_qk_norm": True}
+    more = {"num_nextn_predict_layers": 0, "attention_bias": True, "rope_parameters": rope}
+    return _made("Glm4MoeForCausalLM", architecture, **{**router, **sizes, **more, **config})
+
+
+def _ernie4_5_moe() -> TinyModel:
+    router = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2}
+    return _made("Ernie4_5_MoeForCausalLM", "ernie4_5-moe", **router, moe_layer_start_index=1, tie_word_embeddings=True)
+
+
+def _granite_moe(kind: str, **config: Any) -> TinyModel:
+    sizes = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40}
+    return _made(kind, "granitemoe", **{**_GRANITE, **sizes, **config})
+
+
 def _gemma3(local_base: float = 1e4, config: Mapping[str, Any] | None = None, **scaling: Any) -> TinyModel:
     local = {"rope_type": "default", "rope_theta": local_base}
     rope = {"sliding_attention": local, "full_attention": {"rope_type": "default", "rope_theta": 1e6, **scaling}}
@@ -271,6 +296,11 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         "qwen2-moe": _made(
             "Qwen2MoeForCausalLM", "qwen2moe", **_EXPERTS, shared_expert_intermediate_size=40, decoder_sparse_step=1
         ),
+        "qwen3-vl-moe": _vl_moe(),
+        "glm4-moe": _glm4_moe("glm4moe"),
+        "olmoe": _made("OlmoeForCausalLM", "olmoe", num_experts=6, num_experts_per_tok=2, intermediate_size=40),
+        "ernie4-5-moe": _ernie4_5_moe(),
+        "granite-moe": _granite_moe("GraniteMoeSharedForCausalLM", shared_intermediate_size=56),
         "qwen3-moe-unnormed": _qwen3_moe(None, norm_topk_prob=False),
         "qwen3-moe-mixed": _qwen3_moe(None, decoder_sparse_step=2, num_hidden_layers=4, mlp_only_layers=[3]),
         "mamba": _mamba("MambaForCausalLM", "mamba", state_size=8, tie_word_embeddings=True),

@@ -92,7 +92,8 @@ def _original_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rewrite_tensors(path: Path, config: Mapping[str, Any]) -> None:
-    """GPT-2 was published without the prefix and with its masks; Llama 2 with the frequencies of its rotation."""
+    """GPT-2 was published without the prefix and with its masks; Llama 2 with the frequencies of its rotation; the
+    experts of Qwen3-VL as [expert, in, out]."""
     tensors = load_file(path)
     if config["model_type"] == "gpt2":
         tensors = {name.removeprefix("transformer."): value for name, value in tensors.items()}
@@ -107,4 +108,7 @@ def _rewrite_tensors(path: Path, config: Mapping[str, Any]) -> None:
         # As transformers 4.52 and later wrote it.
         old, new = "language_model.model.", "model.language_model."
         tensors = {name.replace(old, new) if old in name else f"model.{name}": value for name, value in tensors.items()}
+    elif config["model_type"] == "qwen3_vl_moe":
+        experts = [name for name in tensors if ".experts." in name]
+        tensors |= {name: tensors[name].transpose(1, 2).contiguous() for name in experts}
     save_file(tensors, path, metadata={"format": "pt"})

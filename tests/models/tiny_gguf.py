@@ -6,6 +6,7 @@ here and nowhere else; that llama.cpp reads the result as meant is tested beside
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +19,7 @@ from tests.models import tiny_text, tiny_weights
 
 Config = Mapping[str, Any]
 # Architectures whose converter is llama's: rows of Q and K stand so that rotary pairs are neighbours.
-PAIRED: Final = ("llama", "smollm3", "granite", "arcee")
+PAIRED: Final = ("llama", "smollm3", "granite", "granitemoe", "arcee")
 
 
 def write(
@@ -106,20 +107,45 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if architecture in ("command-r", "cohere2"):
         writer.add_logit_scale(config["logit_scale"])
-    if architecture == "qwen3vl":
+    if architecture in ("qwen3vl", "qwen3vlmoe"):
         writer.add_rope_dimension_sections([*_rope(config)["mrope_section"], 0])
         writer.add_num_deepstack_layers(1)
-    if architecture == "granite":
+    if architecture in ("granite", "granitemoe"):
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
     if architecture == "gemma3":
         _add_gemma3(writer, config)
-    if architecture in ("qwen2moe", "qwen3moe"):
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    _add_experts(writer, architecture, config)
+
+
+def _add_experts(writer: Any, architecture: str, config: Config) -> None:
+    if width := config.get("moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(width)
     if architecture == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if architecture == "granitemoe" and config.get("shared_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    if architecture == "ernie4_5-moe":
+        writer.add_expert_count(config["moe_num_experts"])
+        writer.add_expert_used_count(config["moe_k"])
+        writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+        writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+        writer.add_expert_shared_count(config["moe_num_shared_experts"])
+        # As the converter has it, which is the width of the shared block in the published sizes.
+        shared = config["intermediate_size"] // config["num_key_value_heads"]
+        assert shared == config["moe_num_shared_experts"] * config["moe_intermediate_size"]
+        writer.add_expert_shared_feed_forward_length(shared)
+    if architecture == "glm4moe":
+        writer.add_rope_dimension_count(int(config["head_dim"] * _rope(config)["partial_rotary_factor"]))
+        writer.add_expert_count(config["n_routed_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
 
 
 def _add_sizes(writer: Any, config: Config) -> None:
@@ -266,7 +292,7 @@ def _add_vocabulary(writer: Any) -> None:
 
 def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The tensors under their names in a folder, laid out as GGUF has them; then those that only GGUF has."""
-    for name, value in _stacked_experts(tensors).items():
+    for name, value in _parts_of_experts(_stacked_experts(tensors)):
         if architecture in PAIRED and name.endswith(("q_proj.weight", "q_proj.bias")):
             value = _in_pairs(value, config["num_attention_heads"])
         elif architecture in PAIRED and name.endswith(("k_proj.weight", "k_proj.bias")):
@@ -278,6 +304,8 @@ def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor])
         elif architecture == "gptneox" and "query_key_value" in name:
             heads = value.view(config["num_attention_heads"], 3, -1, *value.shape[1:])
             value = heads.transpose(0, 1).reshape(value.shape)
+        elif name.endswith("e_score_correction_bias"):
+            name, value = name.replace("e_score_correction_bias", "e_score_correction.bias"), value.flatten()
         elif architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             value = value.T.contiguous()
         elif architecture in ("mamba", "mamba2", "falcon-h1"):
@@ -352,10 +380,11 @@ def _in_pairs(value: Tensor, n_heads: int) -> Tensor:
 
 def _stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`...experts.3.w1.weight` and its like for all experts become one tensor `...experts.w1.weight`."""
-    done = {name: value for name, value in tensors.items() if ".experts." not in name}
     groups: dict[str, dict[int, Tensor]] = {}
+    done = dict(tensors)
     for name, value in tensors.items():
-        if ".experts." in name:
+        if re.search(r"\.experts\.\d+\.", name):
+            del done[name]
             before, _, after = name.partition(".experts.")
             number, _, matrix = after.partition(".")
             if before.endswith("block_sparse_moe"):
@@ -364,6 +393,26 @@ def _stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             groups.setdefault(f"{before}.experts.{matrix}", {})[int(number)] = value
     stacked = {name: torch.stack([group[n] for n in sorted(group)]) for name, group in groups.items()}
     return {**done, **stacked}
+
+
+def _parts_of_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Gate and up apart, where a folder has them in one tensor."""
+    for name, value in tensors.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            name = f"{name}.weight"
+        if not name.endswith(("experts.gate_up_proj.weight", "input_linear.weight")):
+            yield name, value
+            continue
+        for part, half in zip(("gate", "up"), value.chunk(2, -2), strict=True):
+            yield _part_name(name, part), half.contiguous()
+
+
+def _part_name(name: str, part: str) -> str:
+    """The name of gate or up alone, as the name map knows it or as GGUF has it."""
+    layer = name.split(".layers.")[1].split(".")[0]
+    if "shared_mlp" in name:
+        return f"blk.{layer}.ffn_{part}_shexp.weight"
+    return f"blk.{layer}.ffn_{part}_exps.weight"
 
 
 def _llama3_factors(rope: Mapping[str, Any], head_dim: int) -> Tensor:

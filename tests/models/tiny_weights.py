@@ -59,6 +59,8 @@ def _scaled(name: str, noise: Tensor, model: Any) -> Tensor:
         "c_fc": 2.0,
         "c_proj": 3.0,
         "gate.weight": 2.0,
+        "router.layer": 2.0,
+        "router.weight": 2.0,
     }
     gain = next((g for part, g in gains.items() if part in name), 1.0)
     return noise * gain / math.sqrt(fan_in)
@@ -71,7 +73,9 @@ def _is_tied(model: Any) -> bool:
 def block_type(name: str, storage: str) -> str:
     """The GGUF type in which the tensor with this name in a folder is stored."""
     vector = name.endswith(("norm.weight", "bias", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
-    if vector or name.endswith(("mlp.gate.weight", "shared_expert_gate.weight", "block_sparse_moe.gate.weight")):
+    if vector or name.endswith(
+        ("mlp.gate.weight", "shared_expert_gate.weight", "router.layer.weight", "block_sparse_moe.gate.weight")
+    ):
         return "F32"
     if storage == "quantised":
         wide = any(part in name for part in ("embed_tokens", "lm_head", "down_proj"))

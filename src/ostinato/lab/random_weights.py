@@ -153,7 +153,7 @@ class AnyName:
     """The tensors of a file that has whatever a family asks for, but a bias of the head, which no shape states."""
 
     def has(self, name: str) -> bool:
-        return name != "output.bias" and "ffn_gate_up_exps" not in name
+        return name != "output.bias" and "ffn_gate_up_" not in name
 
     def rows(self, name: str) -> int:
         raise InternalError(f"no shape says how many rows {name} has")

@@ -137,14 +137,16 @@ class Builder:
             return self.experts(layer)
         return self.gated_mlp(layer)
 
-    def gated_mlp(self, layer: int, *, fused: bool = False, width: int | None = None, suffix: str = "") -> GatedMLP:
-        """`fused`: the file keeps gate and up as one tensor, under the name of up. `width` and `suffix`: of a block
-        other than the layer's only one."""
+    def gated_mlp(
+        self, layer: int, *, fused: str | None = None, width: int | None = None, suffix: str = ""
+    ) -> GatedMLP:
+        """`fused`: the one tensor in which the file keeps gate and up. `width` and `suffix`: of a block other than the
+        layer's only one."""
         s, at, m, bias = self.shape, f"blk.{layer}.", self.shape.multipliers, self.shape.mlp_bias
         ff = width or s.ff_width
         scale = self.scale([ff, ff], [m.ff_gate, 1.0])
-        if fused:
-            gate_up = self.linear(at + "ffn_up" + suffix, 2 * ff, s.hidden, bias=bias, scale=scale, halves=True)
+        if fused is not None:
+            gate_up = self.linear(at + fused, 2 * ff, s.hidden, bias=bias, scale=scale, halves=True)
         else:
             both = [at + "ffn_gate" + suffix, at + "ffn_up" + suffix]
             gate_up = self.linear(both, [ff, ff], s.hidden, bias=bias, scale=scale)
@@ -182,8 +184,10 @@ class Builder:
     def _shared(self, layer: int, experts: ExpertShape) -> GatedMLP | PlainMLP | None:
         if not experts.shared_width:
             return None
-        make = self.gated_mlp if experts.gated else self.plain_mlp
-        return make(layer, width=experts.shared_width, suffix="_shexp")
+        if not experts.gated:
+            return self.plain_mlp(layer, width=experts.shared_width, suffix="_shexp")
+        fused = "ffn_gate_up_shexp" if self.names.has(f"blk.{layer}.ffn_gate_up_shexp.weight") else None
+        return self.gated_mlp(layer, fused=fused, width=experts.shared_width, suffix="_shexp")
 
     def _inner_matrices(self, at: str, parts: Sequence[str], n: int, size: tuple[int, int]) -> ExpertMatrices:
         """What leads into all experts: gate and up apart, or in one tensor."""

@@ -69,3 +69,20 @@ def count_from_config(c: Fields, default: int | None = None) -> int:
     """How many experts: published files write num_experts or n_routed_experts, newer tools num_local_experts."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return c.integer(next((name for name in names if c.has(name)), names[0]), default)
+
+
+def deepseek_from_config(c: Fields, n_layers: int) -> ExpertShape:
+    """The router of DeepSeek V3, which others took over: sigmoids, a bias of the choice, groups, shared experts."""
+    width = c.integer("moe_intermediate_size")
+    return ExpertShape(
+        count_from_config(c),
+        c.integer("num_experts_per_tok"),
+        width,
+        renormalise=c.flag("norm_topk_prob", True),
+        dense_layers=frozenset(range(min(n_layers, c.integer("first_k_dense_replace", 0, least=0)))),
+        scoring="sigmoid",
+        choice_bias=True,
+        groups=expert_groups(c, "n_group", "topk_group", n_best=2),
+        share_scale=c.positive("routed_scaling_factor", 1.0),
+        shared_width=width * c.integer("n_shared_experts", 0, least=0),
+    )

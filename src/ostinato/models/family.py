@@ -34,7 +34,7 @@ LEFT_OUT: Mapping[str, re.Pattern[str]] = {
     "sounds": re.compile(r"(model\.)?(audio_tower|embed_audio)\..*"),
 }
 # Layers that predict further tokens: here, or numbered on after the model's own (`fields.py`, `n_further_layers`).
-FURTHER_TOKENS = re.compile(r"(model\.)?mtp\..*")
+FURTHER_TOKENS = re.compile(r"(model\.)?mtp(_\w+)?\..*")
 # Buffers that older tools wrote beside the weights; they hold nothing that a model learned.
 BUFFERS = re.compile(
     r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias|(.*\.)?embeddings\.position_ids|.*\.mamba\.mup_vector"

@@ -117,7 +117,10 @@ class Description(Fields):
         prefix = f"{checkpoint.architecture}." if checkpoint.format == "gguf" else ""
         values, text = checkpoint.metadata, text_config(checkpoint)
         if text is not None:
-            values = {**values, **defaults, **text}
+            whole = {
+                key: values[key] for key in ("tie_word_embeddings",) if key in values
+            }  # said of all parts together
+            values = {**values, **defaults, **text, **whole}
         return Description(values, checkpoint.path, prefix, checkpoint=checkpoint, family=family)
 
     @property

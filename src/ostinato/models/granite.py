@@ -1,10 +1,13 @@
-"""granite: llama's blocks with four fixed factors: on embeddings, on scores, on what each block adds, on logits."""
+"""granite and granitemoe: llama's blocks with four fixed factors: on embeddings, on scores, on what each block adds, on
+logits; dense, or with experts and a shared block beside them."""
 
 from dataclasses import replace
 
-from ostinato.models.family import Family
+from ostinato.models.experts import experts_from_gguf
+from ostinato.models.family import COMMON_NAMES, Family
 from ostinato.models.fields import Description
 from ostinato.models.shape import (
+    ExpertShape,
     Multipliers,
     Shape,
     common_from_config,
@@ -33,6 +36,38 @@ def shape_from_config(c: Description) -> Shape:
     return with_query_scale(shape, c.positive("attention_multiplier", 1.0))
 
 
+def moe_from_gguf(f: Description) -> Shape:
+    shape = shape_from_gguf(f)
+    return _with_experts(shape, experts_from_gguf(f, shape.n_layers, ff_width=shape.ff_width, renormalise=True))
+
+
+def moe_from_config(c: Description) -> Shape:
+    shape = shape_from_config(c)
+    n_experts, n_used = c.integer("num_local_experts", 8), c.integer("num_experts_per_tok", 2)
+    experts = ExpertShape(n_experts, n_used, shape.ff_width, renormalise=True)
+    return _with_experts(shape, replace(experts, shared_width=c.integer("shared_intermediate_size", 0, least=0)))
+
+
+def _with_experts(shape: Shape, experts: ExpertShape) -> Shape:
+    """The factor on what a block adds is one on the experts' shares."""
+    return replace(shape, experts=replace(experts, share_scale=shape.multipliers.ff_down))
+
+
 GRANITE = Family(
     "granite", hf=("GraniteForCausalLM",), shape_from_gguf=shape_from_gguf, shape_from_config=shape_from_config
+)
+
+GRANITE_MOE = Family(
+    "granitemoe",
+    hf=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
+    shape_from_gguf=moe_from_gguf,
+    shape_from_config=moe_from_config,
+    names={
+        **COMMON_NAMES,
+        "model.layers.*.block_sparse_moe.router.layer": "blk.*.ffn_gate_inp",
+        "model.layers.*.block_sparse_moe.input_linear": "blk.*.ffn_gate_up_exps",
+        "model.layers.*.block_sparse_moe.output_linear": "blk.*.ffn_down_exps",
+        "model.layers.*.shared_mlp.input_linear": "blk.*.ffn_gate_up_shexp",
+        "model.layers.*.shared_mlp.output_linear": "blk.*.ffn_down_shexp",
+    },
 )

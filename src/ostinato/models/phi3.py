@@ -7,7 +7,7 @@ from ostinato.models.family import COMMON_NAMES, Family
 
 PHI3 = Family(
     "phi3",
-    partial(Builder.layer, fused=True, mlp=partial(Builder.gated_mlp, fused=True)),
+    partial(Builder.layer, fused=True, mlp=partial(Builder.gated_mlp, fused="ffn_up")),
     hf=("Phi3ForCausalLM",),
     names={
         **COMMON_NAMES,

@@ -11,6 +11,7 @@ from ostinato.models.family import COMMON_NAMES, Family
 from ostinato.models.fields import Description
 from ostinato.models.qwen2 import without_unused_window
 from ostinato.models.shape import ExpertShape, Shape, common_from_gguf
+from ostinato.models.tensors import SWAPPED
 
 
 def moe_from_gguf(f: Description) -> Shape:
@@ -36,6 +37,27 @@ QWEN3 = Family("qwen3", LAYER, hf=("Qwen3ForCausalLM",), shape_from_config=witho
 
 # The text part of Qwen3-VL. Its rotary sections are of height, width and time, which are one position in a text.
 QWEN3_VL = Family("qwen3vl", LAYER, text_types=("qwen3_vl_text",), shape_from_config=without_unused_window)
+
+# The same of its sizes with experts, which a folder keeps in one tensor for all: as [expert, in, out] where its authors
+# published it, as [expert, out, in] where newer tools wrote it.
+QWEN3_VL_MOE = Family(
+    "qwen3vlmoe",
+    LAYER,
+    text_types=("qwen3_vl_moe_text",),
+    config_defaults={"norm_topk_prob": True},
+    shape_from_gguf=moe_from_gguf,
+    shape_from_config=moe_from_config,
+    names={
+        **COMMON_NAMES,
+        "model.layers.*.mlp.gate": "blk.*.ffn_gate_inp",
+        "model.layers.*.mlp.experts.gate_up_proj": "blk.*.ffn_gate_up_exps.weight",
+        "model.layers.*.mlp.experts.down_proj": "blk.*.ffn_down_exps.weight",
+    },
+    config_transforms={
+        "ffn_gate_up_exps.weight": replace(SWAPPED, unless=lambda stored, hidden: stored[2] == hidden),
+        "ffn_down_exps.weight": replace(SWAPPED, unless=lambda stored, hidden: stored[1] == hidden),
+    },
+)
 
 QWEN3_MOE = Family(
     "qwen3moe",

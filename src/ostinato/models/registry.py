@@ -13,25 +13,28 @@ from ostinato.models.bert import BERT, NOMIC_BERT
 from ostinato.models.blocks import ModelBlocks, leaves_of
 from ostinato.models.cohere import COHERE2, COMMAND_R
 from ostinato.models.ernie4_5 import ERNIE4_5
+from ostinato.models.ernie4_5_moe import ERNIE4_5_MOE
 from ostinato.models.exaone4 import EXAONE4
 from ostinato.models.falcon_h1 import FALCON_H1
 from ostinato.models.family import FURTHER_TOKENS, LEFT_OUT, Family
 from ostinato.models.fields import Description, n_further_layers, text_config
 from ostinato.models.gemma import GEMMA, GEMMA2, GEMMA3
 from ostinato.models.glm4 import GLM4
+from ostinato.models.glm4_moe import GLM4_MOE
 from ostinato.models.gpt2 import GPT2
 from ostinato.models.gptneox import GPTNEOX
-from ostinato.models.granite import GRANITE
+from ostinato.models.granite import GRANITE, GRANITE_MOE
 from ostinato.models.hunyuan import HUNYUAN_DENSE
 from ostinato.models.llama import LLAMA
 from ostinato.models.mamba import MAMBA, MAMBA2
 from ostinato.models.mixtral import MIXTRAL
 from ostinato.models.olmo2 import OLMO2, OLMO3
+from ostinato.models.olmoe import OLMOE
 from ostinato.models.phi2 import PHI2
 from ostinato.models.phi3 import PHI3
 from ostinato.models.qwen2 import QWEN2
 from ostinato.models.qwen2_moe import QWEN2_MOE
-from ostinato.models.qwen3 import QWEN3, QWEN3_MOE, QWEN3_VL
+from ostinato.models.qwen3 import QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
 from ostinato.models.seed_oss import SEED_OSS
 from ostinato.models.shape import Shape, checked
 from ostinato.models.smollm3 import SMOLLM3
@@ -42,7 +45,8 @@ from ostinato.models.tensors import TensorTable, spelled, stem_of, translate
 FAMILIES: Final = (
     LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, PHI3, GPT2, MIXTRAL, MAMBA, MAMBA2, FALCON_H1, BERT,
     NOMIC_BERT, SMOLLM3, GRANITE, QWEN3_VL, QWEN2_MOE, OLMO2, OLMO3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5, HUNYUAN_DENSE,
-    ARCEE, STARCODER2, STABLELM, PHI2, GPTNEOX, COMMAND_R, COHERE2,
+    ARCEE, STARCODER2, STABLELM, PHI2, GPTNEOX, COMMAND_R, COHERE2, QWEN3_VL_MOE, GLM4_MOE, ERNIE4_5_MOE,
+    GRANITE_MOE, OLMOE,
 )  # fmt: skip
 
 BY_GGUF: Final[Mapping[str, Family]] = MappingProxyType({f.name: f for f in FAMILIES if f.in_gguf})

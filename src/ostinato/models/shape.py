@@ -16,7 +16,7 @@ import numpy as np
 from ostinato.errors import BadFile, Unsupported
 from ostinato.files.unpack import Floats
 from ostinato.models import rope as ropes
-from ostinato.models.fields import Description, Fields
+from ostinato.models.fields import Description, Fields, n_further_layers
 from ostinato.models.rope import Pairing, Rope
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
@@ -259,7 +259,7 @@ def common_from_gguf(f: Description, pairing: Pairing = "halves") -> Shape:
     head_width = f.integer("attention.key_length", max(1, hidden // n_heads))
     if f.integer("attention.value_length", head_width) != head_width:
         raise Unsupported(f"{f.path}: key heads and value heads of different width are not supported")
-    n_layers = f.integer("block_count")
+    n_layers = f.integer("block_count") - n_further_layers(f)
     rope = with_factors(ropes.from_gguf(f, head_width, pairing), f)
     window = f.integer("attention.sliding_window", least=0) if f.has("attention.sliding_window") else 0
     return Shape(

@@ -120,10 +120,12 @@ def is_whole(names: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """How a format keeps a tensor otherwise: the shape there, given ours, and how its values, float32, become ours."""
+    """How a format keeps a tensor otherwise: the shape there, given ours, and how its values, float32, become ours.
+    `unless`: of the shape there and the width of embeddings, whether this file keeps it as we do."""
 
     shape: Callable[[Sizes], Sizes] = lambda ours: ours
     values: Callable[[NDArray[np.float32]], NDArray[np.float32]] = lambda stored: stored
+    unless: Callable[[Sizes, int], bool] | None = None
 
 
 def _minus_exp(stored: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -134,6 +136,9 @@ TRANSPOSED: Final = Transform(shape=lambda ours: ours[::-1], values=np.transpose
 PLUS_ONE: Final = Transform(values=lambda stored: stored + 1)  # a norm's weight as its distance from 1
 MINUS_EXP: Final = Transform(values=_minus_exp)  # a rate of decay as its logarithm
 ROW: Final = Transform(shape=lambda ours: ours[1:])  # a matrix of one row as a vector
+IN_A_ROW: Final = Transform(shape=lambda ours: (1, *ours))  # a vector as a matrix of one row
+# All experts' matrices as [n, in, out].
+SWAPPED: Final = Transform(lambda ours: (ours[0], ours[2], ours[1]), lambda stored: stored.swapaxes(1, 2))
 COLUMN: Final = Transform(shape=lambda ours: (*ours, 1))  # a vector as a matrix of one column
 FLAT: Final = Transform(shape=lambda ours: (math.prod(ours),))  # rows one after the other
 CHANNELS: Final = Transform(shape=lambda ours: (ours[0], 1, *ours[1:]))  # a convolution of each channel alone
@@ -204,7 +209,10 @@ class TensorTable:
             raise BadFile(f"{path}: the tensor {found.name} holds {found.type}, which no weights are")
 
     def _transform(self, name: str) -> Transform:
-        return self.transforms.get(without_layer(name), _AS_IT_IS)
+        found = self.transforms.get(without_layer(name), _AS_IT_IS)
+        if found.unless is not None and found.unless(self.info(name).shape, self.info("token_embd.weight").shape[-1]):
+            return _AS_IT_IS
+        return found
 
 
 def without_layer(name: str) -> str:

@@ -18,6 +18,7 @@ from ostinato.backends.loading import Progress, WeightPiece, read_all
 from ostinato.backends.native.tiles import TileMatrix, empty_tiles, fill_tiles, nearest_type, tile_bytes
 from ostinato.backends.weights import Stack
 from ostinato.errors import InternalError
+from ostinato.files.checkpoint import BFLOAT16
 from ostinato.files.quants import BLOCKS, check_readable, dequantize
 from ostinato.models.blocks import LoadedModel, ModelBlocks, with_leaves
 from ostinato.models.tensors import (
@@ -39,6 +40,7 @@ TILE_ROWS: Final = 16
 # Of the file, packed by one call: enough that the call is nothing beside it, little enough to be shared out.
 PIECE_BYTES: Final = 1 << 20
 _FLOAT32: Final = np.dtype(np.float32)
+_ROUNDED: Final = {"F16": np.dtype(np.float16), "BF16": BFLOAT16}  # types that a changed tensor is kept in
 # Of two dimensions, and no product is made with them: they are added to rows (the tokens' may be a head too), or are
 # what recurrent blocks convolve and scan with.
 NO_MATRICES: Final = (
@@ -73,7 +75,8 @@ class TileLoader:
         self._table, self._wide = table, wide
         self._arrays: list[tuple[str, NDArray[np.float32]]] = []
         self._matrices: list[tuple[str, int, TileMatrix]] = []  # of a tensor, from which row of its bytes on
-        self._changed: list[tuple[str, TileMatrix]] = []  # kept by the file otherwise than we do
+        # Kept by the file otherwise than we do: a tensor, and the matrices that its rows become, in order.
+        self._changed: list[tuple[str, list[TileMatrix]]] = []
 
     def leaf(self, reference: Reference) -> Any:
         match reference:
@@ -100,8 +103,8 @@ class TileLoader:
             for start in range(0, tiles.rows, step):
                 stop = min(tiles.rows, start + step)
                 yield WeightPiece((stop - start) * row_bytes, partial(self._pack, name, first, tiles, start, stop))
-        for name, tiles in self._changed:
-            yield WeightPiece(self._table.info(name).n_bytes, partial(self._pack_changed, name, tiles))
+        for name, matrices in self._changed:
+            yield WeightPiece(self._table.info(name).n_bytes, partial(self._pack_changed, name, matrices))
 
     def _array(self, reference: StackedTensors) -> NDArray[np.float32]:
         out = np.empty(reference.shape, np.float32)
@@ -131,8 +134,8 @@ class TileLoader:
         n = reference.n_experts
         if reference.halves:
             ((name,),), (rows, cols) = reference.parts, reference.size
-            halves = [[self._rows(name, rows // 2, cols, e * rows + h * rows // 2) for h in (0, 1)] for e in range(n)]
-            return tuple(Stack(tuple(own)) for own in halves)
+            halves = self._cut(name, 2 * n, rows // 2, cols)
+            return tuple(Stack((gate, up)) for gate, up in zip(halves[::2], halves[1::2], strict=True))
         parts = [self._of_experts(names, reference) for names in reference.parts]
         return tuple(own[0] if len(own) == 1 else Stack(own) for own in zip(*parts, strict=True))
 
@@ -140,15 +143,23 @@ class TileLoader:
         rows, cols = reference.size
         if not is_whole(tuple(names)):
             return [self._matrix(name, rows, cols) for name in names]
-        return [self._rows(names[0], rows, cols, expert * rows) for expert in range(reference.n_experts)]
+        return self._cut(names[0], reference.n_experts, rows, cols)
 
-    def _matrix(self, name: str, rows: int, cols: int) -> TileMatrix:
-        """One tensor; float32 where the format keeps it otherwise than we do."""
+    def _cut(self, name: str, n: int, rows: int, cols: int) -> list[TileMatrix]:
+        """A tensor as n matrices of so many rows each."""
         if self._table.is_as_stored(name):
-            return self._rows(name, rows, cols, 0)
-        tiles = empty_tiles("F32", rows, cols, wide=self._wide)
+            return [self._rows(name, rows, cols, number * rows) for number in range(n)]
+        return self._changed_rows(name, n, rows, cols)
+
+    def _changed_rows(self, name: str, n: int, rows: int, cols: int) -> list[TileMatrix]:
+        """The same of what the file keeps otherwise: floats of its type, or float32."""
+        type = self._table.info(name).type
+        tiles = [empty_tiles(type if type in _ROUNDED else "F32", rows, cols, wide=self._wide) for _ in range(n)]
         self._changed.append((name, tiles))
         return tiles
+
+    def _matrix(self, name: str, rows: int, cols: int) -> TileMatrix:
+        return self._cut(name, 1, rows, cols)[0]
 
     def _rows(self, name: str, rows: int, cols: int, first: int) -> TileMatrix:
         """Rows [first, first + rows) of a tensor."""
@@ -165,9 +176,11 @@ class TileLoader:
         fill_tiles(tiles, raw if stored.type == tiles.type else requantised(raw, stored.type, tiles.type), start)
         self._table.checkpoint.let_go(stored.name, first + start, first + stop)
 
-    def _pack_changed(self, name: str, tiles: TileMatrix) -> None:
-        ours = self._table.values(name, _FLOAT32).reshape(tiles.shape)
-        fill_tiles(tiles, ours.view(np.uint8), 0)
+    def _pack_changed(self, name: str, matrices: list[TileMatrix]) -> None:
+        first = matrices[0]
+        ours = self._table.values(name, _ROUNDED.get(first.type, _FLOAT32)).reshape(len(matrices), *first.shape)
+        for tiles, own in zip(matrices, ours, strict=True):
+            fill_tiles(tiles, own.view(np.uint8), 0)
 
 
 def is_matrix(tensor: TensorInfo) -> bool:
