@@ -20,7 +20,7 @@ def shape_from_config(c: Description) -> Shape:
 
 GLM4 = Family(
     "glm4",
-    partial(Builder.layer, sandwich=True, out_bias=False, mlp=partial(Builder.gated_mlp, fused=True)),
+    partial(Builder.layer, sandwich=True, out_bias=False, mlp=partial(Builder.gated_mlp, fused="ffn_up")),
     hf=("Glm4ForCausalLM",),
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,
