@@ -26,6 +26,7 @@ PACKAGES = (
     "backends",
     "decoder",
     "engine",
+    "calls",
     "llm",
     "async_llm",
     "serve",

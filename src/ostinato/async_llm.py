@@ -14,13 +14,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Never, Self, TypeVar, Unpack, overload
 
+from ostinato.calls import check_call, check_chat, is_one_prompt, is_several
 from ostinato.engine.answer import Answer, Completion, Piece, TokenLogprob
 from ostinato.engine.request import CLOSED, Request, RequestSpec, Token
 from ostinato.engine.token_queue import TokenDispatcher, TokenQueue
 from ostinato.errors import BadInput, BadOption, QueueFull
 from ostinato.files import store
 from ostinato.files.unpack import Floats
-from ostinato.llm import LLM, Messages, Prompt, Score, check_call, check_chat, is_one_prompt, is_several
+from ostinato.llm import LLM, Messages, Prompt, Score
 from ostinato.options import LoadOptions, LoadWords, Sampling, Talk, load_options, loads
 
 ROOM_S: Final = 0.005  # between two looks at a full queue

@@ -9,14 +9,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import operator
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from difflib import get_close_matches
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Never, Self, TypeAlias, Unpack, overload
 
@@ -24,6 +21,17 @@ import numpy as np
 
 from ostinato.backends.base import Settled
 from ostinato.cache import state_bytes
+from ostinato.calls import (
+    check_call,
+    check_chat,
+    check_path,
+    check_template_words,
+    is_one_prompt,
+    is_one_text,
+    is_several,
+    listed,
+    whole_ids,
+)
 from ostinato.engine.answer import Answer, Origin, TokenLogprob
 from ostinato.engine.answer import Completion as Completion
 from ostinato.engine.answer import Piece as Piece
@@ -54,17 +62,12 @@ from ostinato.files.unpack import Floats
 from ostinato.models.registry import read_shape
 from ostinato.options import (
     MAX_LOGPROBS,
-    OLD_NAMES,
-    PYTHON_WORDS,
-    SAMPLING_NAMES,
     LoadOptions,
     LoadWords,
     Sampling,
-    check_word,
     load_options,
     loads,
 )
-from ostinato.other_engines import OTHER_ENGINES
 from ostinato.processes import OpenedHere
 from ostinato.text.grammar import Grammars
 from ostinato.text.of_checkpoint import template_of, tokenizer_of
@@ -408,7 +411,7 @@ class LLM:
             Token ids, with BOS once if the model has it.
         """
         if template_options:
-            _check_template_words(self._chat_template(), template_options)
+            check_template_words(self._chat_template(), template_options)
         return self.tokenizer.encode_rendered(self.chat_text(messages, **template_options))
 
     def submit(
@@ -471,7 +474,7 @@ class LLM:
         Args:
             ids: token ids.
         """
-        return self.tokenizer.decode(_ids(ids))
+        return self.tokenizer.decode(whole_ids(ids))
 
     # What the model computes
 
@@ -486,7 +489,7 @@ class LLM:
         Returns:
             float32 [n, vocab]: row i is the model's prediction after ids[: i + 1].
         """
-        return logits_of(self._engine, _ids(ids))
+        return logits_of(self._engine, whole_ids(ids))
 
     @overload
     def score(self, text: str) -> Score: ...
@@ -507,7 +510,7 @@ class LLM:
         Raises:
             BadInput: a text has fewer than two tokens.
         """
-        texts = [self.tokenize(one) for one in ([text] if isinstance(text, str) else _listed(text))]
+        texts = [self.tokenize(one) for one in ([text] if isinstance(text, str) else listed(text))]
         if any(len(ids) < 2 for ids in texts):
             raise BadInput("a text of at least two tokens is needed to score one by the other")
         step = max(1, self.context - 1)
@@ -562,7 +565,7 @@ class LLM:
         """
         if not isinstance(top, int) or isinstance(top, bool) or not 0 <= top <= MAX_LOGPROBS:
             raise BadOption(f"top is {top!r}; it must be a whole number from 0 to {MAX_LOGPROBS}")
-        given = [_ids(one) for one in texts]
+        given = [whole_ids(one) for one in texts]
         for text in given:
             self._engine.check_text(text)
         scored = [text for text in given if len(text) > 1]
@@ -594,7 +597,7 @@ class LLM:
         Raises:
             PromptTooLong: a text does not fit the context.
         """
-        several: Sequence[Any] = [texts] if _is_one_text(texts) else _listed(texts)
+        several: Sequence[Any] = [texts] if is_one_text(texts) else listed(texts)
         vectors = list(self.each_embedding(several, pooling, normalize=normalize))
         return np.stack(vectors) if vectors else np.empty((0, self.shape.hidden), np.float32)
 
@@ -628,7 +631,7 @@ class LLM:
         wanted = pooling or (self.shape.pooling if self.shape.pooling != "none" else None) or "mean"
         if not texts:
             return
-        ids = [self.tokenize(text) if isinstance(text, str) else _ids(text) for text in texts]
+        ids = [self.tokenize(text) if isinstance(text, str) else whole_ids(text) for text in texts]
         if self._encoder is None:
             vectors = each_vector(self._text_engine, ids, wanted)
         else:
@@ -654,7 +657,7 @@ class LLM:
         Returns:
             float32 [texts, classes], usually one class.
         """
-        if not _listed(texts):
+        if not listed(texts):
             return np.empty((0, self.shape.n_classes or 1), np.float32)
         first = self.tokenize(query)
         pairs = [(first, [*self.tokenize(text, bos=False), *self.tokenizer.suffix]) for text in texts]
@@ -698,7 +701,7 @@ class LLM:
         Raises:
             BadInput: there is no answer yet, or the file cannot be written.
         """
-        _check_path(path)
+        check_path(path)
         if self._recent is None:
             raise BadInput("there is no answer yet whose state could be saved")
         content = {
@@ -722,7 +725,7 @@ class LLM:
         Raises:
             BadFile: the file is no state, is damaged, or was saved by another model or with other activations.
         """
-        _check_path(path)
+        check_path(path)
         data = state_bytes.read(path, limit=largest_state_bytes(self._engine))
         try:
             content = state_bytes.describe(data).note or {}
@@ -795,7 +798,7 @@ class LLM:
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return _ids(prompt, "a prompt is text, or a list of token ids")
+            return whole_ids(prompt, "a prompt is text, or a list of token ids")
         if not prompt:
             raise BadInput("the prompt is empty; give it some text")
         return self.tokenizer.encode(prompt)
@@ -875,87 +878,3 @@ def _told(ids: Sequence[int], found: TextLogprobs) -> tuple[TokenLogprob, ...]:
 
 def _spelled(activations: object) -> str:
     return "dense weights" if activations is None else f"--activations {activations}"
-
-
-def _check_path(path: object) -> None:
-    if not isinstance(path, str | PathLike):
-        raise BadInput(f"the path of a state is needed, not {type(path).__name__}")
-
-
-def check_call(call: str, sampling: object, words: Mapping[str, Any]) -> None:
-    """Refuse options of a request outside a `Sampling`; `call` is how the call begins."""
-    if words:
-        for word in words.keys() - OLD_NAMES.keys():
-            check_word(Sampling, word)
-        given = ", ".join(f"{name}={value!r}" for name, value in words.items())
-        raise BadOption(f"options of a request go into a Sampling: {call}, Sampling({given}))")
-    if not isinstance(sampling, Sampling | None):
-        raise BadOption(f"sampling is {sampling!r}; it must be a Sampling, as in {call}, Sampling(max_tokens=64))")
-
-
-def check_chat(call: str, sampling: object, template_options: Mapping[str, Any]) -> None:
-    """The same for a chat, whose other words go to the template."""
-    meant = SAMPLING_NAMES | OLD_NAMES.keys() | OTHER_ENGINES.keys()
-    check_call(call, sampling, {word: value for word, value in template_options.items() if word in meant})
-
-
-def _check_template_words(template: ChatTemplate, words: Mapping[str, Any]) -> None:
-    """Refuse a word that the template does not read, with what it may have been meant for."""
-    tools = words.get("tools")
-    unread = words.keys() - template.reads(tools=bool(tools))
-    if "tools" in unread and tools:
-        raise Unsupported(
-            f"{template.name} does not render tools; the server's API gives them to any model: docs/structured.md"
-        )
-    for word in sorted(unread - {"tools"}):
-        if word in PYTHON_WORDS:
-            raise BadOption(f"unknown option {word!r}: {PYTHON_WORDS[word]}")
-        if word in LoadWords.__annotations__:
-            check_word(Sampling, word)
-        if near := get_close_matches(word, SAMPLING_NAMES, 1, cutoff=0.8):
-            raise BadOption(f"unknown option {word!r}; a request's options go into a Sampling: Sampling({near[0]}=...)")
-        known = sorted(template.reads(tools=bool(tools)) - {"messages", "bos_token", "eos_token"})
-        raise BadOption(f"{template.name} does not read {word!r}; it reads {', '.join(known) or 'no such option'}")
-
-
-def is_several(messages: Any) -> bool:
-    """Whether these are conversations, and not the messages of one."""
-    return isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple | str)
-
-
-def is_one_prompt(prompt: Any) -> bool:
-    """Whether this is a text or token ids, and not a list of prompts."""
-    if isinstance(prompt, str):
-        return True
-    if not hasattr(prompt, "__getitem__") or isinstance(prompt, bytes | bytearray | Mapping):
-        raise BadInput(f"a prompt is text, token ids, or a list of prompts; not {type(prompt).__name__}")
-    try:
-        operator.index(prompt[0])  # numpy's and torch's whole numbers are ids too
-    except (IndexError, TypeError):
-        return False
-    return True
-
-
-def _is_one_text(texts: Any) -> bool:
-    return isinstance(texts, str) or (hasattr(texts, "__getitem__") and is_one_prompt(texts))
-
-
-def _listed(texts: Sequence[Any]) -> Sequence[Any]:
-    """Refuse what is no list of texts; one text alone would be a list of its characters."""
-    if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Sequence):
-        raise BadInput(f"a list of texts is needed, not {type(texts).__name__}")
-    return texts
-
-
-def _ids(ids: Any, wanted: str = "a list of token ids is needed") -> list[int]:
-    """Token ids of a list or an array, as a list."""
-    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
-        raise BadInput(f"{wanted}; not {type(ids).__name__}")
-    return [_whole(token, index) for index, token in enumerate(ids)]
-
-
-def _whole(token: Any, index: int) -> int:
-    try:
-        return operator.index(token)
-    except TypeError as error:
-        raise BadInput(f"token id {token!r} at index {index}: a prompt is text, or a list of whole numbers") from error
