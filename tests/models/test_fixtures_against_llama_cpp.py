@@ -34,10 +34,7 @@ TOLERANCES: Final = {
     "llama-quantised": 3e-1,
 }
 IN_LLAMA_CPP: Final = [
-    name
-    for name, model in tiny.TINY.items()
-    # It leaves phi3's window unused, and exaone4's except in a model of 64 layers.
-    if model.architecture is not None and name not in ("phi3-window", "exaone4-window")
+    name for name, model in tiny.TINY.items() if model.architecture is not None and name not in llama_cpp.LEFT_ALONE
 ]
 
 

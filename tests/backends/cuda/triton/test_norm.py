@@ -37,6 +37,17 @@ def test_a_norm_in_place_is_the_norm() -> None:
     torch.testing.assert_close(x, expected)
 
 
+def test_columns_of_live_rows_are_normed_and_nothing_else() -> None:
+    x, weight, n_rows = torch.randn(4, 160).bfloat16(), torch.rand(64) + 0.5, torch.tensor([3], dtype=torch.int32)
+    made, expected = x.clone(), x.clone()
+    bind_norm(made[:, 32:96], made[:, 32:96], weight, None, 1e-5, n_rows)()
+    norm_rows_torch(expected[:, 32:96], expected[:, 32:96], weight, None, 1e-5, n_rows)
+    torch.testing.assert_close(made, expected)
+    outside = torch.ones(4, 160, dtype=torch.bool)
+    outside[:3, 32:96] = False
+    assert torch.equal(made[outside], x[outside])
+
+
 def test_memory_that_is_not_there_is_refused_by_name() -> None:
     with pytest.raises(BadPointer, match="weight"):
         bind_norm(torch.randn(2, 8), torch.zeros(2, 8), torch.empty(0), None, 1e-6)
