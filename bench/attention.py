@@ -117,7 +117,7 @@ def check_step(size: Size, store: str, device: torch.device, contexts: Sequence[
     heads, rows = heads_of(size, device), rows_at(contexts, device)
     kv = store_of(size, store, sum(-(-c // PAGE) for c in contexts) * PAGE, device)
     qkv = torch.randn(N_SLOTS, heads.n_columns, device=device)
-    workspace = attend_workspace(N_SLOTS, heads, device)
+    workspace = attend_workspace(N_SLOTS, [heads], device)
     n, faults = len(contexts), []
     twin = torch.full((N_SLOTS, size.n_heads * size.width), torch.nan, device=device)
     attend_torch(qkv, twin, copied(kv), rows, heads)
@@ -231,7 +231,7 @@ def cell_bytes(kv: PagedKV) -> int:
 
 
 def time_steps(size: Size, store: str, device: torch.device, options: argparse.Namespace) -> list[dict[str, object]]:
-    heads, workspace = heads_of(size, device), attend_workspace(N_SLOTS, heads_of(size, device), device)
+    heads, workspace = heads_of(size, device), attend_workspace(N_SLOTS, [heads_of(size, device)], device)
     one = cell_bytes(store_of(size, store, 1, device))
     pool = store_of(size, store, POOL_BYTES // one // PAGE * PAGE, device)
     qkv = torch.randn(N_SLOTS, heads.n_columns, device=device)

@@ -71,7 +71,7 @@ def _shape(family: str, hidden: int, heads: tuple[int, int, int], ff_width: int,
 
 
 def _two_layers(shape: Shape) -> Shape:
-    return replace(shape, n_layers=2, ropes=shape.ropes[:2], windows=shape.windows[:2])
+    return replace(shape, layers=shape.layers[:2])
 
 
 _GEMMA: Final = {"activation": "gelu_tanh", "tied_head": True, "embedding_scale": 48.0}
@@ -88,15 +88,12 @@ MODELS: Final[Mapping[str, Shape]] = MappingProxyType(
         "qwen2-0.5b": _shape("qwen2", 896, (14, 2, 64), 4864, 151_936, attention_bias=True, tied_head=True),
         "qwen3-0.6b": _shape("qwen3", 1024, (16, 8, 128), 3072, 151_936, tied_head=True),
         "phi3-mini": _shape("phi3", 3072, (32, 32, 96), 8192, 32_064),
-        "gpt2": replace(_shape("gpt2", 768, (12, 12, 64), 3072, 50_257, **_GPT2), ropes=(None, None)),
-        "gemma2-2b": replace(
-            _shape("gemma2", 2304, (8, 4, 256), 9216, 256_000, **_GEMMA),
-            windows=(4096, None),
-            attention_softcap=50.0,
-            logit_softcap=30.0,
+        "gpt2": _shape("gpt2", 768, (12, 12, 64), 3072, 50_257, **_GPT2).with_attention(rope=None),
+        "gemma2-2b": _shape("gemma2", 2304, (8, 4, 256), 9216, 256_000, logit_softcap=30.0, **_GEMMA).with_attention(
+            window=(4096, None), softcap=50.0
         ),
         "gemma3-1b": two_ropes(
-            replace(_shape("gemma3", 1152, (4, 1, 256), 6912, 262_144, **_GEMMA), windows=(512, None)),
+            _shape("gemma3", 1152, (4, 1, 256), 6912, 262_144, **_GEMMA).with_attention(window=(512, None)),
             Rope(1_000_000.0, 256, "halves"),
             10_000.0,
         ),

@@ -310,7 +310,12 @@ def trials(
 def windowed(model: Model, *, every: int) -> Model:
     """The same with a window in every so many layers."""
     windows = tuple(None if layer % every else WINDOW for layer in range(model.shape.n_layers))
-    return replace(model, shape=replace(model.shape, windows=windows))
+    shape = model.shape.with_attention(window=windows)
+    layers = []
+    for number, layer in enumerate(model.layers):
+        assert layer.attention is not None
+        layers.append(replace(layer, attention=replace(layer.attention, shape=shape.attention[number])))
+    return replace(model, shape=shape, layers=layers)
 
 
 @contextmanager

@@ -328,7 +328,8 @@ def _write_checkpoint(folder: Path, shape: str, dtype: torch.dtype) -> int:
 
     add("model.embed_tokens.weight", s.vocab, s.hidden)
     add("model.norm.weight", s.hidden)
-    q, kv = s.n_heads * s.head_width, s.n_kv_heads * s.head_width
+    heads = s.attention[0]
+    q, kv, _ = heads.qkv_widths
     for layer in range(s.n_layers):
         at = f"model.layers.{layer}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
@@ -336,9 +337,9 @@ def _write_checkpoint(folder: Path, shape: str, dtype: torch.dtype) -> int:
         for part, rows, columns in (("q", q, s.hidden), ("k", kv, s.hidden), ("v", kv, s.hidden), ("o", s.hidden, q)):
             add(f"{at}self_attn.{part}_proj.weight", rows, columns)
         for part, rows, columns in (
-            ("gate", s.ff_width, s.hidden),
-            ("up", s.ff_width, s.hidden),
-            ("down", s.hidden, s.ff_width),
+            ("gate", s.widest_ff, s.hidden),
+            ("up", s.widest_ff, s.hidden),
+            ("down", s.hidden, s.widest_ff),
         ):
             add(f"{at}mlp.{part}_proj.weight", rows, columns)
     if not s.tied_head:
@@ -348,11 +349,11 @@ def _write_checkpoint(folder: Path, shape: str, dtype: torch.dtype) -> int:
         "model_type": "llama",
         "vocab_size": s.vocab,
         "hidden_size": s.hidden,
-        "intermediate_size": s.ff_width,
+        "intermediate_size": s.widest_ff,
         "num_hidden_layers": s.n_layers,
-        "num_attention_heads": s.n_heads,
-        "num_key_value_heads": s.n_kv_heads,
-        "head_dim": s.head_width,
+        "num_attention_heads": heads.n_heads,
+        "num_key_value_heads": heads.n_kv_heads,
+        "head_dim": heads.head_width,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
@@ -452,7 +453,7 @@ def kv_error(device: str, *, name: str, type: str, n_tokens: int) -> Iterator[Re
     model = replace(model, head=replace(model.head, scale=SHARPER))
     text = drawn_text(model, n_tokens)
     found = {kv: perplexity(model, kv, text) for kv in ("f16", "q8_0")}
-    sizes = {kv: cell_bytes(model.shape, kv) for kv in ("f16", "q8_0")}
+    sizes = {kv: cell_bytes(model.shape.attention[0], kv) for kv in ("f16", "q8_0")}
     yield {"what": "kv_error", "perplexity": found, "bytes": sizes, "n_tokens": len(text)}
 
 
@@ -515,7 +516,7 @@ def bandwidth(device: str, *, context: int = 32_768) -> Iterator[Record]:
         layers = attention.layers_of(pool, context)
         qkv = torch.randn(attention.N_SLOTS, heads.n_columns, device=where)
         seen = torch.empty(attention.N_SLOTS, size.n_heads * size.width, device=where)
-        workspace = attend_workspace(attention.N_SLOTS, heads, where)
+        workspace = attend_workspace(attention.N_SLOTS, [heads], where)
         us = replayed_us([bind_attend(qkv, seen, layer, rows, heads, workspace) for layer in layers] * 2)
         items = size.n_kv_heads * min(MAX_SPLITS, context // 64)
         yield {

@@ -350,14 +350,15 @@ def transformers(device: str, *, shape: str, n_tokens: int = N_GEN, repeats: int
     import transformers as library
 
     s = SHAPES[shape]
+    heads = s.attention[0]
     config = library.LlamaConfig(
         vocab_size=s.vocab,
         hidden_size=s.hidden,
-        intermediate_size=s.ff_width,
+        intermediate_size=s.widest_ff,
         num_hidden_layers=s.n_layers,
-        num_attention_heads=s.n_heads,
-        num_key_value_heads=s.n_kv_heads,
-        head_dim=s.head_width,
+        num_attention_heads=heads.n_heads,
+        num_key_value_heads=heads.n_kv_heads,
+        head_dim=heads.head_width,
         max_position_embeddings=4096,
         tie_word_embeddings=s.tied_head,
         bos_token_id=None,
@@ -483,7 +484,8 @@ def _shares(profile: Record, one: Ended) -> str:
 def _prompt_shares(bars: Bars, profile: Record) -> str:
     """What limits a prompt: the device's time without the engine's, and the kernels that take most of it."""
     s = SHAPES[bars.shape]
-    n_weights = s.n_layers * (s.hidden * s.head_width * 2 * (s.n_heads + s.n_kv_heads) + 3 * s.hidden * s.ff_width)
+    heads = s.attention[0]
+    n_weights = s.n_layers * s.hidden * (heads.qkv_width + heads.out_width + 3 * s.widest_ff)
     ms, n = float(profile["device_ms"]), int(profile["n"])
     rate = 2 * n_weights * n / ms / 1e9
     kernels = "; ".join(f"{name} {us / 1e3:.2f} ms" for name, us in profile["kernels"])

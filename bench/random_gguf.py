@@ -21,7 +21,8 @@ def random_gguf(shape_name: str, type: str, folder: Path) -> Path:
         return out
     file = RandomFile(named_shape(shape_name), type)
     shape = file.shape
-    rope = shape.ropes[0]
+    (heads,) = set(shape.attention.values())
+    rope = heads.rope
     assert shape.family == "llama"
     assert rope is not None
     half_made = out.with_suffix(".part")
@@ -30,9 +31,9 @@ def random_gguf(shape_name: str, type: str, folder: Path) -> Path:
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.hidden)
     writer.add_block_count(shape.n_layers)
-    writer.add_feed_forward_length(shape.ff_width)
-    writer.add_head_count(shape.n_heads)
-    writer.add_head_count_kv(shape.n_kv_heads)
+    writer.add_feed_forward_length(shape.widest_ff)
+    writer.add_head_count(heads.n_heads)
+    writer.add_head_count_kv(heads.n_kv_heads)
     writer.add_rope_dimension_count(rope.width)
     writer.add_rope_freq_base(rope.base)
     writer.add_layer_norm_rms_eps(shape.norm_eps)

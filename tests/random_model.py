@@ -21,7 +21,7 @@ from ostinato.models.family import Family
 from ostinato.models.llama import LLAMA
 from ostinato.models.mamba import MAMBA2, without_attention
 from ostinato.models.rope import Rope
-from ostinato.models.shape import Mamba2Shape, Shape
+from ostinato.models.shape import Mamba2Shape, Shape, alike
 from ostinato.models.tensors import Constant, ExpertBiases, ExpertMatrices, Sizes
 
 MemoryKind = Literal["kv", "swa", "all swa", "recurrent", "hybrid", "encoder"]
@@ -73,8 +73,9 @@ class RandomWeights:
 
 def attention_shape(family: str, n_vocab: int, hidden: int, context: int) -> Shape:
     rope = Rope(10_000.0, hidden // 4, "halves")
-    return Shape(
-        family=family,
+    return alike(
+        family,
+        rope,
         n_layers=2,
         hidden=hidden,
         n_heads=4,
@@ -84,9 +85,6 @@ def attention_shape(family: str, n_vocab: int, hidden: int, context: int) -> Sha
         vocab=n_vocab,
         context=context,
         norm_eps=1e-5,
-        ropes=(rope, rope),
-        windows=(None, None),
-        query_scale=(hidden // 4) ** -0.5,
     )
 
 
@@ -100,17 +98,17 @@ def shape_of(kind: MemoryKind, n_vocab: int, hidden: int, context: int) -> tuple
         case "kv":
             return LLAMA, plain
         case "swa":
-            return LLAMA, replace(plain, windows=(WINDOW, None))
+            return LLAMA, plain.with_attention(window=(WINDOW, None))
         case "all swa":
-            return LLAMA, replace(plain, windows=(WIDE_WINDOW, WIDE_WINDOW))
+            return LLAMA, plain.with_attention(window=WIDE_WINDOW)
         case "hybrid":
-            return FALCON_H1, replace(plain, family="falcon-h1", recurrent=mamba2_shape(hidden))
+            return FALCON_H1, replace(plain, family="falcon-h1").with_layers(recurrent=mamba2_shape(hidden))
         case "encoder":
-            encoder = replace(plain, family="bert", n_kv_heads=4, ropes=(None, None), causal=False, activation="gelu")
-            return BERT, replace(encoder, attention_bias=True, mlp_bias=True)
+            encoder = replace(plain.with_attention(n_kv_heads=4, rope=None), family="bert", causal=False)
+            return BERT, replace(encoder, activation="gelu", attention_bias=True, mlp_bias=True)
         case "recurrent":
-            shape = without_attention("mamba2", hidden, 2, n_vocab, 1e-5)
-            return MAMBA2, replace(shape, recurrent=mamba2_shape(hidden))
+            sizes = {"hidden": hidden, "vocab": n_vocab, "norm_eps": 1e-5}
+            return MAMBA2, without_attention("mamba2", mamba2_shape(hidden), 2, **sizes)
 
 
 def random_model(

@@ -15,7 +15,7 @@ PAGE = 4
 
 
 def reserve_of(n_pages: int, *, share_prefixes: bool) -> Reserve:
-    return Reserve(one_group(1, n_pages), PAGE, chunk_rows=8, share_prefixes=share_prefixes)
+    return Reserve(one_group((0,), n_pages), PAGE, chunk_rows=8, share_prefixes=share_prefixes)
 
 
 def holdings() -> st.SearchStrategy[list[Holding]]:
@@ -171,7 +171,7 @@ def test_what_is_kept_can_be_leased_again_and_costs_nobody_a_page() -> None:
 
 
 def test_of_prompts_that_came_once_the_recent_ones_wait_and_what_was_reused_stays() -> None:
-    reserve = Reserve(one_group(1, 64), PAGE, chunk_rows=8, share_prefixes=True, recent=3)
+    reserve = Reserve(one_group((0,), 64), PAGE, chunk_rows=8, share_prefixes=True, recent=3)
 
     def ask(*prompt: int) -> int:
         lease = reserve.open(prompt, len(prompt), all_now=True)
@@ -194,7 +194,7 @@ def test_of_prompts_that_came_once_the_recent_ones_wait_and_what_was_reused_stay
 
 
 def test_pages_of_a_prompt_that_still_runs_are_not_given_up_however_many_came_after_it() -> None:
-    reserve = Reserve(one_group(1, 64), PAGE, chunk_rows=8, share_prefixes=True, recent=2)
+    reserve = Reserve(one_group((0,), 64), PAGE, chunk_rows=8, share_prefixes=True, recent=2)
     running, prompt = reserve.open([7] * 9, 9, all_now=True), [7] * 9
     assert running is not None
     reserve.remember(running, prompt, 9)

@@ -200,7 +200,8 @@ def test_a_request_waits_while_the_windows_of_others_take_the_pool() -> None:
 
 
 def test_layers_are_grouped_by_their_windows_and_one_as_long_as_the_context_is_none() -> None:
-    shape = replace(random_model("swa").shape, windows=(None, 16, 48, 16), n_layers=4)
+    shape = random_model("swa").shape
+    shape = replace(shape, layers=shape.layers * 2).with_attention(window=(None, 16, 48, 16))
     sizes = {"n_pages": 2 * 400 // PAGE, "page_tokens": PAGE, "chunk_rows": ROWS}
     found = page_groups(shape, context=400, **sizes)
     assert [(group.layers, group.window) for group in found] == [((0,), None), ((1, 3), 16), ((2,), 48)]

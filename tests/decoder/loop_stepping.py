@@ -115,7 +115,7 @@ class LoopStepper:
         runner = opened()
         self._driver = Driver(runner)
         shape = runner.model.shape
-        self.windows: Mapping[int, int | None] = dict(enumerate(shape.windows)) if shape.attention else {}
+        self.windows: Mapping[int, int | None] = {layer: one.window for layer, one in shape.attention.items()}
         self.events: list[Event] = []
         self.tells_reads = False
         self._table, self._logits = runner.tables.table, torch.as_tensor(runner.plan.buffer("logits").tensor)
@@ -248,7 +248,7 @@ def paged_cells(memory: PagedMemory, shape: Shape) -> Cells:
         return {}
     halves = (("key", memory.kv.keys), ("value", memory.kv.values))
     return {
-        (layer, what): half.values.view(-1, PAGE, shape.n_kv_heads, shape.head_width)
+        (layer, what): half.values.view(-1, PAGE, shape.attention[layer].n_kv_heads, shape.attention[layer].head_width)
         for what, layers in halves
         for layer, half in layers.items()
     }

@@ -22,6 +22,7 @@ from ostinato.decoder.cells.memory.cursor import PreparedBatch
 from ostinato.decoder.cells.memory.forward import ForwardMemory, KVPart
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.ubatch_executor import AppliedMemory, Executed, UbatchExecutor
+from ostinato.models.blocks import Attention
 from tests.decoder.cells.rig import Kind, small_decoder
 
 
@@ -95,8 +96,8 @@ class BatchStepper:
     def __init__(self, kind: Kind, **sizes: Any) -> None:
         self.decoder: Decoder = small_decoder(kind, **{"cells": 128, "n_batch": 64, "n_seq_max": 4, **sizes})
         shape = self.decoder.model.shape
-        self.windows = dict(enumerate(shape.windows)) if shape.attention else {}
-        self.state_layers = range(shape.n_layers) if shape.recurrent is not None else ()
+        self.windows = {layer: one.window for layer, one in shape.attention.items()}
+        self.state_layers = [*shape.recurrent]
         self.events: list[Event] = []
         self.decoder._ubatches = _Watch(self.events)
 
@@ -141,9 +142,9 @@ class _Watch(UbatchExecutor):
         attend, write, read, keep = KVPart.attend, Half.write, Half.read, ForwardMemory.keep
         running: list[tuple[int, KVPart]] = []
 
-        def watched_attend(part: KVPart, ops: Any, layer: int, *rest: Any, **more: Any) -> Tensor:
-            running.append((layer, part))
-            return attend(part, ops, layer, *rest, **more)
+        def watched_attend(part: KVPart, ops: Any, block: Attention, *rest: Any) -> Tensor:
+            running.append((block.layer, part))
+            return attend(part, ops, block, *rest)
 
         def watched_write(half: Half, stream: int, cells: Tensor, rows: Tensor) -> None:
             layer, part = running[-1]

@@ -712,8 +712,8 @@ def test_what_a_chunk_needs_beside_keys_and_values_does_not_grow_with_what_it_se
         driver.runner.close()
     assert largest[0] >= 64 * model.shape.hidden * 4  # its rows: the ops were seen
     assert largest[1] <= max(largest[0], 8 * (4000 + 64))  # a word for each position seen
-    kv_heads, width = model.shape.n_kv_heads, model.shape.head_width
-    assert largest[1] < 4000 * kv_heads * width * 4
+    (_, keys, _) = model.shape.attention[0].qkv_widths
+    assert largest[1] < 4000 * keys * 4
 
 
 def test_what_the_native_loop_works_in_has_no_room_for_the_scores_of_a_chunk() -> None:
@@ -796,7 +796,7 @@ def test_a_fusion_can_be_switched_off_and_the_tokens_are_the_same(fusions: Fusio
     for number, layer in enumerate(plain.layers):
         assert isinstance(layer, Layer)
         assert isinstance(layer.mlp, GatedMLP)
-        rows = plain.shape.ff_width * 2
+        rows = plain.shape.widest_ff * 2
         bias = torch.randn(rows, generator=torch.Generator().manual_seed(number)) / 4
         layers.append(replace(layer, mlp=replace(layer.mlp, gate_up=replace(layer.mlp.gate_up, bias=bias))))
     model = moved(replace(plain, layers=layers), CPU, torch.bfloat16)
@@ -841,7 +841,7 @@ def test_keys_and_values_of_8_bits_predict_a_text_as_well_as_those_of_16(default
     assert 2 < found["f16"] < 100  # it is prose, and the model has read some
     assert 0 < abs(found["q8_0"] / found["f16"] - 1) < 0.005
     shape = read_shape(open_checkpoint(default_model))
-    assert 0.53 <= cell_bytes(shape, "q8_0") / cell_bytes(shape, "f16") <= 0.57
+    assert 0.53 <= cell_bytes(shape.attention[0], "q8_0") / cell_bytes(shape.attention[0], "f16") <= 0.57
 
 
 def test_so_they_do_token_by_token() -> None:

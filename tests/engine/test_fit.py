@@ -15,7 +15,7 @@ from ostinato.backends.base import PAGE_TOKENS, Settled
 from ostinato.backends.machine import Chip, Machine
 from ostinato.backends.memory_rows import KV_PAGES
 from ostinato.backends.native.tiles import TileMatrix
-from ostinato.cache.kv_bytes import page_bytes
+from ostinato.cache.kv_bytes import cell_bytes, page_bytes
 from ostinato.engine import machine
 from ostinato.engine.choose import LoadCase, backend_of, choose, choose_pages, decide, fit, gib
 from ostinato.engine.memory_plan import USABLE_SHARE, MemoryPlan
@@ -62,7 +62,7 @@ def weights_and(model: Path, n_tokens: int) -> int:
     """Free memory for the tiny model and the keys and values of that many tokens, and no more."""
     with LLM(model, device="cpu") as llm:
         beside = bytes_beside(llm._checkpoint, llm._settled, KV_PAGES)
-        per_token = 2 * llm.shape.n_layers * llm.shape.n_kv_heads * llm.shape.head_width * 4
+        per_token = sum(cell_bytes(one, "f32") for one in llm.shape.attention.values())
     return int((beside + n_tokens * per_token) / USABLE_SHARE) + 1
 
 

@@ -148,7 +148,7 @@ def test_the_workspace_of_a_gpu_holds_what_its_kernels_ask_for() -> None:
     attend = pytest.importorskip("ostinato.backends.cuda.triton.attend")
     sample = pytest.importorskip("ostinato.backends.cuda.triton.sample")
     workspace = sizes(plan_of(LLAMA, on_gpu(4, 100)))["workspace (about)"]
-    scores = 4 * LLAMA.n_heads * attend.MAX_SPLITS * (LLAMA.head_width + 2) * 4
+    scores = 4 * LLAMA.attention[0].n_heads * attend.MAX_SPLITS * (LLAMA.attention[0].head_width + 2) * 4
     sampler = sum(buffer.nbytes for buffer in sample.sample_workspace(4, LLAMA.vocab, torch.device("meta")).values())
     assert ATTENTION_CUTS == attend.MAX_SPLITS
     assert scores + sampler <= workspace <= scores + 1.2 * sampler + GPU_LIBRARIES
@@ -167,7 +167,7 @@ def test_each_backend_counts_weights_in_its_own_layout(backend: str, names: list
 
 def test_pages_are_for_every_slots_whole_context_unless_told() -> None:
     settled = on_gpu(4, 1000)
-    per_position = 2 * LLAMA.n_kv_heads * LLAMA.head_width * 2 * LLAMA.n_layers
+    per_position = 2 * LLAMA.attention[0].n_kv_heads * LLAMA.attention[0].head_width * 2 * LLAMA.n_layers
     assert settled.n_pages == 4 * 16
     assert sizes(plan_of(LLAMA, settled))["KV pages"] == 4 * 16 * 64 * per_position
 

@@ -23,15 +23,8 @@ from ostinato.options import LoadOptions
 GB = 10**9
 HOPPER = Chip((9, 0), 132, 227 << 10)  # the chip on which `auto` takes the persistent kernel, with less memory
 LLAMA_8B = SHAPES["llama-8b"]
-LLAMA_70B = replace(
-    LLAMA_8B,
-    hidden=8192,
-    n_layers=80,
-    n_heads=64,
-    ff_width=28_672,
-    ropes=LLAMA_8B.ropes[:1] * 80,
-    windows=LLAMA_8B.windows[:1] * 80,
-)
+LLAMA_70B = replace(LLAMA_8B, hidden=8192, layers=LLAMA_8B.layers[:1] * 80)
+LLAMA_70B = LLAMA_70B.with_attention(n_heads=64).with_layers(ff_width=28_672)
 SIZES = {"1B": SHAPES["llama-1b"], "8B": LLAMA_8B, "70B": LLAMA_70B}
 CARDS_GB = (6, 8, 12, 16, 24)
 

@@ -332,7 +332,7 @@ def test_an_expert_that_does_not_exist_is_found(wrong: int) -> None:
     model = named_model("tiny-mixtral", torch.bfloat16, torch.device("cpu"))
     judge = RouteJudge(torch.tensor([[[0, wrong]]] * 2), 0.1)
     layer = model.layers[1]
-    assert isinstance(layer, Layer)
+    assert layer.mlp is not None
     through_mlp(judge.routed(model).ops, layer.mlp, torch.ones(1, 256, dtype=torch.bfloat16))
     assert judge.difference is not None
     assert str([0, wrong]) in judge.difference.found

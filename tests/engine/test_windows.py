@@ -26,7 +26,7 @@ Asked = tuple[list[int], int]
 @pytest.fixture
 def _every_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that are opened from now on keep every position of every layer: the plain definition."""
-    monkeypatch.setattr(base, "page_groups", lambda shape, *, n_pages, **_: one_group(shape.n_layers, n_pages))
+    monkeypatch.setattr(base, "page_groups", lambda shape, *, n_pages, **_: one_group(shape.attention, n_pages))
 
 
 def conversations(seed: int) -> list[Asked]:

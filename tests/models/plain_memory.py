@@ -13,6 +13,7 @@ from torch import Tensor
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attention import attention_torch
 from ostinato.files.checkpoint import open_checkpoint
+from ostinato.models.blocks import Attention
 from ostinato.models.registry import read_shape
 from ostinato.models.shape import Shape
 from tests.built import build_model
@@ -29,21 +30,20 @@ class PlainMemory:
     values: dict[int, Tensor] = field(default_factory=dict)
     kept: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> Tensor:
+    def attend(self, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        layer, scale, softcap = block.layer, block.shape.query_scale, block.shape.softcap
         if not self.shape.causal:
             return attention_torch(q, k, v, None, scale=scale, softcap=softcap)
         if layer in self.keys:
             k, v = torch.cat((self.keys[layer], k)), torch.cat((self.values[layer], v))
         self.keys[layer], self.values[layer] = k, v
         ages = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
-        window = self.shape.windows[layer]
-        mask = (ages >= 0) & (ages < (window or len(k)))
+        mask = (ages >= 0) & (ages < (block.shape.window or len(k)))
         return attention_torch(q, k, v, mask, scale=scale, softcap=softcap)
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
-        assert self.shape.recurrent is not None
         if layer not in self.kept:
-            return tuple(torch.zeros(self.n_seqs, *size) for size in self.shape.recurrent.states)
+            return tuple(torch.zeros(self.n_seqs, *size) for size in self.shape.recurrent[layer].states)
         return tuple(planes[:, 0] for planes in self.kept[layer])
 
     def keep(self, layer: int, states: tuple[Tensor, ...]) -> None:

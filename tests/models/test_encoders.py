@@ -182,7 +182,7 @@ def test_embeddings_of_a_shape_that_people_use_are_those_of_transformers(pooling
     """Six layers of 384, heads of 32, as MiniLM has them; texts of every length up to its positions."""
     texts = [[2, *[5 + (i * 7 + n) % 290 for i in range(n - 2)], 3] for n in (3, 17, 130, 255, 257, 512)]
     with LLM(tiny_encoders.folder("minilm", tiny_files), device="cpu") as llm:
-        assert (llm.mode, llm.shape.head_width) == ("loop", 32)
+        assert (llm.mode, llm.shape.widest(lambda a: a.head_width)) == ("loop", 32)
         found = llm.embed(texts, pooling)
         with pytest.raises(PromptTooLong, match="513 tokens and the context holds 512"):
             llm.embed([texts[-1] + [3]])

@@ -47,9 +47,10 @@ def test_tiles_hold_the_numbers_that_a_gpus_planes_hold(mix: str) -> None:
     tiles = named_model("tiny", torch.float32, mix=mix, tiles="wide")
     planes = named_model("tiny", torch.float32, mix=mix)
     for one, other in zip(tiles.layers, planes.layers, strict=True):
-        assert isinstance(one, Layer)
-        assert isinstance(other, Layer)
-        for ours, theirs in ((one.attention.qkv, other.attention.qkv), (one.attention.out, other.attention.out)):
+        a, b = one.attention, other.attention
+        assert a is not None
+        assert b is not None
+        for ours, theirs in ((a.qkv, b.qkv), (a.out, b.out)):
             assert torch.equal(dense_of(ours.weight, torch.float32), dense_of(theirs.weight, torch.float32))
 
 

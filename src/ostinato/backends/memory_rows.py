@@ -3,7 +3,6 @@ allocated."""
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING
 
 from ostinato.backends.base import MemoryRow, Settled, rows_of_logits
@@ -46,9 +45,7 @@ def output_row(shape: Shape, chunk_rows: int, beside_logits: int = 0) -> MemoryR
 
 
 def _state_bytes(shape: Shape, n_rows: int) -> int:
-    if shape.recurrent is None:
-        return 0
-    return n_rows * shape.n_layers * sum(map(prod, shape.recurrent.states)) * FLOAT_BYTES
+    return n_rows * shape.state_numbers * FLOAT_BYTES
 
 
 def without_empty(*rows: MemoryRow) -> tuple[MemoryRow, ...]:

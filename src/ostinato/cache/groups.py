@@ -7,7 +7,7 @@ of its pages a sequence holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -29,9 +29,9 @@ class PageGroup:
     window: int | None = None
 
 
-def one_group(n_layers: int, n_pages: int) -> tuple[PageGroup, ...]:
-    """All layers as one group that keeps every position, which is right for any model."""
-    return (PageGroup(tuple(range(n_layers)), n_pages),)
+def one_group(layers: Iterable[int], n_pages: int) -> tuple[PageGroup, ...]:
+    """All layers that attend as one group that keeps every position, which is right for any model."""
+    return (PageGroup(tuple(layers), n_pages),)
 
 
 def page_groups(
@@ -42,21 +42,24 @@ def page_groups(
     A window that is no shorter than the context hides nothing, so it counts as none. Pages of windows are fewer in the
     same proportion: a pool that is smaller, because memory is, is so in every group.
     """
-    windows = [None if window is None or window >= context else window for window in shape.windows]
+    attention = shape.attention.items()
+    windows = {layer: None if one.window is None or one.window >= context else one.window for layer, one in attention}
+    if not windows:  # pages count the positions of a sequence even where no layer keeps any
+        return one_group((), n_pages)
     groups = []
-    for window in sorted(set(windows), key=lambda window: (window is not None, window)):
+    for window in sorted(set(windows.values()), key=lambda window: (window is not None, window)):
         own = n_pages
         if window is not None:
             lease, max_pages = lease_pages(window, page_tokens, chunk_rows), -(-context // page_tokens)
             own = min(n_pages, max(lease, -(-POOL_LEASES * lease * n_pages // max_pages)))
-        groups.append(PageGroup(tuple(i for i, each in enumerate(windows) if each == window), own, window))
+        groups.append(PageGroup(tuple(layer for layer, each in windows.items() if each == window), own, window))
     return tuple(groups)
 
 
-def group_of_layer(groups: Sequence[PageGroup]) -> tuple[int, ...]:
-    """For each layer, the number of its group."""
+def group_of_layer(groups: Sequence[PageGroup]) -> dict[int, int]:
+    """For each layer that attends, in order, the number of its group."""
     found = {layer: number for number, group in enumerate(groups) for layer in group.layers}
-    return tuple(found[layer] for layer in range(len(found)))
+    return {layer: found[layer] for layer in sorted(found)}
 
 
 def first_page(window: int | None, n_positions: int, page_tokens: int) -> int:

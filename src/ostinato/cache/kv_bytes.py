@@ -14,7 +14,7 @@ from ostinato.errors import BadOption
 from ostinato.options import KVType
 
 if TYPE_CHECKING:
-    from ostinato.models.shape import Shape
+    from ostinato.models.shape import AttentionShape, Shape
 
 SCALE_BYTES: Final = 2
 
@@ -43,29 +43,34 @@ KV_FORMATS: Final[Mapping[KVType, KVFormat]] = {
 }
 
 
-def check_kv_width(kv_type: KVType, width: int) -> None:
-    """Refuse a kv_type that heads of this width cannot have."""
+def kv_widths(shape: Shape) -> set[int]:
+    """The widths of its heads of keys and values."""
+    return {width for one in shape.attention.values() for width in (one.head_width, one.value_width)}
+
+
+def check_kv_widths(kv_type: KVType, shape: Shape) -> None:
+    """Refuse a kv_type that a model's heads cannot have."""
     kept = KV_FORMATS[kv_type]
-    if not kept.fits(width):
-        raise BadOption(
-            f"kv_type {kv_type} needs heads whose width is a multiple of {kept.block}, and this model's is {width}; "
-            "use f16 or bf16"
-        )
+    for width in sorted(kv_widths(shape)):
+        if not kept.fits(width):
+            raise BadOption(
+                f"kv_type {kv_type} needs heads whose width is a multiple of {kept.block}, and this model's is "
+                f"{width}; use f16 or bf16"
+            )
 
 
-def cell_bytes(shape: Shape, kv_type: KVType) -> int:
+def cell_bytes(attention: AttentionShape, kv_type: KVType) -> int:
     """Bytes of one cell in one layer: a key and a value."""
-    kept, width = KV_FORMATS[kv_type], shape.head_width
-    return 2 * shape.n_kv_heads * (width * kept.item_bytes + kept.n_scales(width) * SCALE_BYTES)
+    kept, widths = KV_FORMATS[kv_type], (attention.head_width, attention.value_width)
+    return attention.n_kv_heads * sum(width * kept.item_bytes + kept.n_scales(width) * SCALE_BYTES for width in widths)
 
 
 def page_bytes(shape: Shape, kv_type: KVType, page_tokens: int) -> int:
     """Bytes of one page in all layers."""
-    return kv_bytes(shape, one_group(shape.n_layers, 1), kv_type, page_tokens)
+    return kv_bytes(shape, one_group(shape.attention, 1), kv_type, page_tokens)
 
 
 def kv_bytes(shape: Shape, groups: Sequence[PageGroup], kv_type: KVType, page_tokens: int) -> int:
     """Bytes of all pages of these groups of layers."""
-    if not shape.attention:
-        return 0
-    return cell_bytes(shape, kv_type) * page_tokens * sum(len(group.layers) * group.n_pages for group in groups)
+    cells = {layer: cell_bytes(one, kv_type) for layer, one in shape.attention.items()}
+    return page_tokens * sum(cells[layer] * group.n_pages for group in groups for layer in group.layers)

@@ -5,13 +5,13 @@ A file that cannot be run is still described as far as possible, with what is mi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from ostinato.cache.kv_bytes import KV_FORMATS
+from ostinato.cache.kv_bytes import KV_FORMATS, kv_widths
 from ostinato.cli import flags
 from ostinato.cli.output import talk, write_columns, write_json
 from ostinato.errors import BadFile, ContextTooLarge, HardwareCannot, OstinatoError
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from ostinato.text.tokenizer import Tokenizer
 
 _DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2}
-# A size: the field of a shape that has it, and the keys that state it in GGUF and in config.json.
-_SIZES: Final = {
-    "family": ("family", None, None),
-    "layers": ("n_layers", "block_count", "num_hidden_layers"),
-    "hidden": ("hidden", "embedding_length", "hidden_size"),
-    "heads": ("n_heads", "attention.head_count", "num_attention_heads"),
-    "kv_heads": ("n_kv_heads", "attention.head_count_kv", "num_key_value_heads"),
-    "head_width": ("head_width", None, None),
-    "feed_forward": ("ff_width", "feed_forward_length", "intermediate_size"),
-    "context": ("context", "context_length", "max_position_embeddings"),
-    "vocabulary": ("vocab", None, None),
+# A size, where layers differ the largest: how a shape tells it, and the keys that state it in GGUF and in config.json.
+_SIZES: Final[Mapping[str, tuple[Callable[[Shape], Any], str | None, str | None]]] = {
+    "family": (lambda s: s.family, None, None),
+    "layers": (lambda s: s.n_layers, "block_count", "num_hidden_layers"),
+    "hidden": (lambda s: s.hidden, "embedding_length", "hidden_size"),
+    "heads": (lambda s: s.widest(lambda a: a.n_heads), "attention.head_count", "num_attention_heads"),
+    "kv_heads": (lambda s: s.widest(lambda a: a.n_kv_heads), "attention.head_count_kv", "num_key_value_heads"),
+    "head_width": (lambda s: s.widest(lambda a: a.head_width), None, None),
+    "feed_forward": (lambda s: s.widest_ff, "feed_forward_length", "intermediate_size"),
+    "context": (lambda s: s.context, "context_length", "max_position_embeddings"),
+    "vocabulary": (lambda s: s.vocab, None, None),
 }
 Found = TypeVar("Found")
 
@@ -93,7 +93,7 @@ def describe(checkpoint: Checkpoint, load: LoadOptions) -> dict[str, Any]:
         shape = attempt(lambda: read_shape(checkpoint))
     else:
         missing.append("no tensors: the file holds only a vocabulary, so it can be tokenized with but not run")
-    of_shape = {name: getattr(shape, field) for name, (field, *_) in _SIZES.items()} if shape else None
+    of_shape = {name: found(shape) for name, (found, *_) in _SIZES.items()} if shape else None
     facts["left_out"] = why_left_out(checkpoint) if shape else None
     facts["sizes"] = of_shape or _stated_sizes(checkpoint)
     tokenizer = attempt(lambda: tokenizer_of(checkpoint))
@@ -140,7 +140,7 @@ def _memory(shape: Shape, n_parameters: int) -> dict[str, Any]:
     from ostinato.engine.choose import context_bytes
 
     on_cpu = Settled("cpu", "native", "loop", "float32", "f32", shape.default_context)
-    types = [kv_type for kv_type, kept in KV_FORMATS.items() if kept.fits(shape.head_width)]
+    types = [kv_type for kv_type, kept in KV_FORMATS.items() if all(map(kept.fits, kv_widths(shape)))]
     return {
         "weights": {dtype: n_parameters * size for dtype, size in _DTYPE_BYTES.items()},
         "context": shape.default_context,

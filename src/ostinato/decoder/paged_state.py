@@ -90,9 +90,9 @@ class PagedState:
                 kv.append(self._attention(layers_of(shape, windowed=True), Window("standard", window), context))
         self._kv = tuple(kv)
         self._states = None
-        if shape.recurrent is not None:
+        if shape.recurrent:
             form = Form(1, False, copy.state_cells())
-            self._states = HostPart(form, state_file.recurrent_layout(range(shape.n_layers), form))
+            self._states = HostPart(form, state_file.recurrent_layout(list(shape.recurrent), form))
         self._parts = state_file.StateParts(shape.family, self._kv, self._states)
 
     @property

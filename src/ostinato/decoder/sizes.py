@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def window_of(shape: Shape) -> int | None:
     """The one window size of a model's windowed layers; None where all layers see everything."""
-    sizes = {window for window in shape.windows if window is not None}
+    sizes = {one.window for one in shape.attention.values() if one.window is not None}
     if len(sizes) > 1:
         raise Unsupported(f"{shape.family}: windows of several sizes ({sorted(sizes)}) are not supported")
     return sizes.pop() if sizes else None
@@ -20,6 +20,4 @@ def window_of(shape: Shape) -> int | None:
 
 def layers_of(shape: Shape, *, windowed: bool) -> list[int]:
     """The layers with attention that see a window, or those that see everything."""
-    if not shape.attention:
-        return []
-    return [layer for layer in range(shape.n_layers) if (shape.windows[layer] is not None) == windowed]
+    return [layer for layer, one in shape.attention.items() if (one.window is not None) == windowed]

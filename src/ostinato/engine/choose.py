@@ -24,7 +24,7 @@ from ostinato.backends.machine import DeviceKind, Machine
 from ostinato.backends.native.backend import NATIVE
 from ostinato.backends.tape.backend import TAPE
 from ostinato.backends.torch.backend import TORCH, TWIN
-from ostinato.cache.kv_bytes import check_kv_width, kv_bytes
+from ostinato.cache.kv_bytes import check_kv_widths, kv_bytes
 from ostinato.engine.cores import default_threads
 from ostinato.engine.known_cards import has_run
 from ostinato.engine.machine import choose_device, machine_at, why_gpu_unused
@@ -132,8 +132,7 @@ def decide(case: LoadCase, failed: Mapping[str, str] = MappingProxyType({})) -> 
     `failed`: modes that were tried already, and why they failed.
     """
     options, machine = case.options, case.machine
-    if case.shape.attention:
-        check_kv_width(case.kv_type, case.shape.head_width)
+    check_kv_widths(case.kv_type, case.shape)
     reasons = {mode: why for mode, why in why_not(case).items() if why is not None}
     _check_options(options, machine, reasons)
     reasons |= failed

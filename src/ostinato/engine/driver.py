@@ -35,7 +35,7 @@ class LoopDriver:
         self.entries: list[OutEntry] = []
         self._generation = 0
         reserve = Reserve(runner.groups, runner.page_tokens, chunk_rows=runner.chunks.rows, share_prefixes=False)
-        self._memory = PagedSequences(reserve, recurs=runner.model.shape.recurrent is not None)
+        self._memory = PagedSequences(reserve, recurs=bool(runner.model.shape.recurrent))
         self._sequences: list[PagedSequence] = []
 
     def admit(

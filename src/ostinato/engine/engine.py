@@ -76,7 +76,7 @@ class Engine:
             raise
         # Prefixes can be shared by pages alone, unless layers recur: a recurrent state belongs to a slot. An encoder's
         # keys and values depend on what follows them.
-        can_share = model.shape.recurrent is None and model.shape.causal
+        can_share = not model.shape.recurrent and model.shape.causal
         self._scheduler = Scheduler(self._runner, self._queue, share_prefixes=share_prefixes and can_share)
         self._ids = count(1)
         # The thread holds no reference to this object, so that an engine without references is closed.

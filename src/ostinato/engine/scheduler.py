@@ -82,7 +82,7 @@ class Scheduler:
             kind=runner.chunks.rows_for,
             recent=max(RECENT_PROMPTS, 2 * options.n_slots),
         )
-        self._recurs = runner.model.shape.recurrent is not None
+        self._recurs = bool(runner.model.shape.recurrent)
         self._memory = PagedSequences(self.reserve, recurs=self._recurs)
         self._flow = PagedFlow(self._memory, runner.chunks, runner.beside)
         self._poll_s = POLL_S if runner.settled.kind == "cuda" else LONG_POLL_S

@@ -142,13 +142,10 @@ def read_bandwidth(device: str, repeats: int = 5, threads: int | None = None) ->
 
 def kv_read_bytes(shape: Shape, kv_type: KVType, position: int) -> int:
     """Bytes of its sequence that a step at this position reads: keys and values, or states."""
-    n_bytes = 0
-    if shape.attention:
-        seen = (position + 1 if window is None else min(position + 1, window) for window in shape.windows)
-        n_bytes += sum(seen) * cell_bytes(shape, kv_type)
-    if shape.recurrent is not None:
-        n_bytes += 4 * shape.n_layers * sum(map(math.prod, shape.recurrent.states))
-    return n_bytes
+    kept = sum(
+        min(position + 1, one.window or position + 1) * cell_bytes(one, kv_type) for one in shape.attention.values()
+    )
+    return kept + 4 * shape.state_numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from ostinato.models.family import BUFFERS, Family
 from ostinato.models.fields import Description
 from ostinato.models.pooling import pooling_of_folder, pooling_of_gguf
 from ostinato.models.rope import Rope
-from ostinato.models.shape import Shape, activation_from_config, alike, common_from_gguf, everywhere, limited
+from ostinato.models.shape import Shape, activation_from_config, alike, common_from_gguf, limited
 
 NOMIC_BASE = 1000.0
 
@@ -44,9 +44,8 @@ def encoder_from_gguf(f: Description) -> Shape:
 
 
 def bert_from_gguf(f: Description) -> Shape:
-    shape = encoder_from_gguf(f)
-    without_rope = everywhere(None, shape.n_layers)
-    return replace(shape, ropes=without_rope, activation="gelu", attention_bias=True, mlp_bias=True)
+    shape = encoder_from_gguf(f).with_attention(rope=None)
+    return replace(shape, activation="gelu", attention_bias=True, mlp_bias=True)
 
 
 def encoder_from_config(c: Description, rope: Rope | None, sizes: dict[str, Any]) -> Shape:

@@ -2,7 +2,7 @@
 
 Blocks are data. A leaf is what has a shape: a family makes its blocks over references to tensors of the file
 (`tensors.py`), and a backend makes them once more over what it loaded (`with_leaves`). Shapes: x is [rows, hidden],
-one row per token; q is [rows, heads, head_width], k and v [rows, kv_heads, head_width].
+one row per token; q is [rows, heads, head_width], k [rows, kv_heads, head_width], v [rows, kv_heads, value_width].
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypeAlias, TypeVar
 
 from ostinato.models.rope import Rope
-from ostinato.models.shape import Activation, DeltaShape, ExpertShape, Mamba2Shape, MambaShape, Shape, ShortConvShape
+from ostinato.models.shape import (
+    Activation,
+    AttentionShape,
+    DeltaShape,
+    ExpertShape,
+    Mamba2Shape,
+    MambaShape,
+    Shape,
+    ShortConvShape,
+)
 
 Leaf: TypeAlias = Any  # a reference, or what a backend has in its place
 
@@ -42,13 +51,13 @@ class Linear(Block):
 
 @dataclass(frozen=True, slots=True)
 class Attention(Block):
-    """q, k and v in one product; QK norm (`Shape.qk_norm`) and rotary positions where a family has them; output.
+    """q, k and v in one product; QK norm and rotary positions where the shape has them; output projection.
 
-    With `Shape.attention_gate` the product gives a gate behind each query head; its sigmoid multiplies the head's
+    With `AttentionShape.gated` the product gives a gate behind each query head; its sigmoid multiplies the head's
     output."""
 
     layer: int
-    shape: Shape
+    shape: AttentionShape
     qkv: Linear
     out: Linear
     q_norm: Norm | None
@@ -92,31 +101,6 @@ class Experts(Block):
 
 
 MLP: TypeAlias = GatedMLP | PlainMLP | Experts
-
-
-@dataclass(frozen=True, slots=True)
-class Layer(Block):
-    """Attention and feed-forward, each added to what came in; norms before, after, or both, as a family has them.
-
-    With `Shape.parallel` both take in what came to the layer; without a norm of its own, the feed-forward block takes
-    attention's."""
-
-    attention_norm: Norm | None
-    attention: Attention
-    mlp_norm: Norm | None
-    mlp: MLP
-    after_attention: Norm | None = None
-    after_mlp: Norm | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PostNormLayer(Block):
-    """Attention and feed-forward as encoders have them: each added to what came in, and the sum normed."""
-
-    attention: Attention
-    attention_norm: Norm
-    mlp: MLP
-    mlp_norm: Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,28 +187,37 @@ class DeltaMixer(Block):
 Mixer: TypeAlias = MambaMixer | Mamba2Mixer | ShortConvMixer | DeltaMixer
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer(Block):
+    """Attention, a mixer, or both side by side, added to what came in; then a feed-forward block, added likewise.
+
+    Either half may be absent. Norms stand before each half, after it, or both, as a family has them. Where they are
+    `parallel`, both halves take in what came to the layer; without a norm of its own, the feed-forward block takes
+    attention's. What came in may be wider than the weights (`Shape.wide_residual`), which a mixer allows for."""
+
+    attention_norm: Norm | None = None  # of attention and mixer alike
+    attention: Attention | None = None
+    attention_in: float = 1.0  # a factor on what attention takes in
+    mixer: Mixer | None = None
+    mixer_in: float = 1.0
+    after_attention: Norm | None = None
+    mlp_norm: Norm | None = None
+    mlp: MLP | None = None
+    after_mlp: Norm | None = None
+    parallel: bool = False
+
+
 @dataclass(frozen=True, slots=True)
-class RecurrentLayer(Block):
-    """x + mixer(norm(x)); x may be wider than the weights (`Shape.wide_residual`), which a mixer allows for."""
+class PostNormLayer(Block):
+    """Attention and feed-forward as encoders have them: each added to what came in, and the sum normed."""
 
-    norm: Norm
-    mixer: Mixer
-
-
-@dataclass(frozen=True, slots=True)
-class HybridLayer(Block):
-    """Attention and a mixer side by side on the same norm, each with a factor on its input; then feed-forward."""
-
-    norm: Norm
     attention: Attention
-    attention_in: float
-    mixer: Mixer
-    mixer_in: float
-    mlp_norm: Norm
+    attention_norm: Norm
     mlp: MLP
+    mlp_norm: Norm
 
 
-AnyLayer: TypeAlias = Layer | PostNormLayer | RecurrentLayer | HybridLayer
+AnyLayer: TypeAlias = Layer | PostNormLayer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
 """The vocabulary in which a family file lists its blocks: each method names one block's tensors.
 
-A family says `b.attention(layer)`, `b.gated_mlp(layer)`, `b.mamba(layer)`; names and shapes of the tensors are here,
+A family says `b.attention(layer)`, `b.gated_mlp(layer)`, `b.mixer(layer)`; names and shapes of the tensors are here,
 once. Nothing is read: blocks are made over references (`tensors.py`).
 """
 
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol, TypeAlias
 
+from ostinato.errors import InternalError
 from ostinato.models.blocks import (
     MLP,
     AnyLayer,
@@ -21,6 +22,7 @@ from ostinato.models.blocks import (
     Linear,
     Mamba2Mixer,
     MambaMixer,
+    Mixer,
     ModelBlocks,
     Norm,
     PlainMLP,
@@ -98,37 +100,43 @@ class Builder:
         one_norm: bool = False,
         **attention: bool,
     ) -> Layer:
-        """Attention and feed-forward, each behind a norm; llama's unless said. `sandwich`: a norm after each, too;
-        without `before`, that one alone; `one_norm`: of a parallel layer, for both. Further words are those of
-        `attention`."""
-        at = f"blk.{layer}."
+        """The parts that the shape gives a layer: attention, a mixer, feed-forward, each half behind a norm; llama's
+        unless said. `sandwich`: a norm after each half, too; without `before`, that one alone; `one_norm`: of a
+        parallel layer, for both. Further words are those of `attention`."""
+        s, at, own = self.shape, f"blk.{layer}.", self.shape.layers[layer]
+        mixes = own.attention is not None or own.recurrent is not None
+        feeds = own.ff_width > 0 or (s.experts is not None and layer not in s.experts.dense_layers)
         return Layer(
-            attention_norm=self.norm(at + "attn_norm", bias=norm_bias) if before else None,
-            attention=self.attention(layer, **attention),
-            after_attention=self.norm(at + "post_attention_norm") if sandwich else None,
-            mlp_norm=self.norm(at + "ffn_norm", bias=norm_bias) if before and not one_norm else None,
-            mlp=(mlp or Builder.mlp)(self, layer),
-            after_mlp=self.norm(at + "post_ffw_norm") if sandwich else None,
+            attention_norm=self.norm(at + "attn_norm", bias=norm_bias) if mixes and before else None,
+            attention=None if own.attention is None else self.attention(layer, **attention),
+            attention_in=s.multipliers.attention_in,
+            mixer=None if own.recurrent is None else self.mixer(layer),
+            mixer_in=s.multipliers.mixer_in,
+            after_attention=self.norm(at + "post_attention_norm") if mixes and sandwich else None,
+            mlp_norm=self.norm(at + "ffn_norm", bias=norm_bias) if feeds and before and not one_norm else None,
+            mlp=(mlp or Builder.mlp)(self, layer) if feeds else None,
+            parallel=s.parallel,
+            after_mlp=self.norm(at + "post_ffw_norm") if feeds and sandwich else None,
         )
 
     def attention(
         self, layer: int, *, qk_norm: bool = False, fused: bool = False, out_bias: bool | None = None
     ) -> Attention:
         """`fused`: the file keeps q, k and v as one tensor already. Biases and gates as the shape says."""
-        s, at, bias = self.shape, f"blk.{layer}.", self.shape.attention_bias
-        outs = [s.n_heads * s.head_width, s.n_kv_heads * s.head_width, s.n_kv_heads * s.head_width]
-        into = [outs[0] * (2 if s.attention_gate else 1), *outs[1:]]
+        s, at, bias, own = self.shape, f"blk.{layer}.", self.shape.attention_bias, self.shape.layers[layer].attention
+        assert own is not None
+        into = own.qkv_widths
         if fused:
             qkv = self.linear(at + "attn_qkv", sum(into), s.hidden, bias=bias)
         else:
             qkv = self.linear([at + "attn_q", at + "attn_k", at + "attn_v"], into, s.hidden, bias=bias)
         out_bias = bias if out_bias is None else out_bias
         out_scale = self.scale([s.hidden], [s.multipliers.attention_out])
-        out = self.linear(at + "attn_output", s.hidden, outs[0], bias=out_bias, scale=out_scale)
-        q_width, k_width = outs[:2] if s.qk_norm == "rows" else (s.head_width, s.head_width)
+        out = self.linear(at + "attn_output", s.hidden, own.out_width, bias=out_bias, scale=out_scale)
+        q_width, k_width = into[:2] if own.qk_norm == "rows" else (own.head_width, own.head_width)
         q_norm = self.norm(at + "attn_q_norm", q_width) if qk_norm else None
         k_norm = self.norm(at + "attn_k_norm", k_width) if qk_norm else None
-        return Attention(layer, s, qkv, out, q_norm, k_norm)
+        return Attention(layer, own, qkv, out, q_norm, k_norm)
 
     def mlp(self, layer: int) -> MLP:
         """Routed experts where the shape has them, else a gated block."""
@@ -143,7 +151,7 @@ class Builder:
         """`fused`: the one tensor in which the file keeps gate and up. `width` and `suffix`: of a block other than the
         layer's only one."""
         s, at, m, bias = self.shape, f"blk.{layer}.", self.shape.multipliers, self.shape.mlp_bias
-        ff = width or s.ff_width
+        ff = width or s.layers[layer].ff_width
         scale = self.scale([ff, ff], [m.ff_gate, 1.0])
         if fused is not None:
             gate_up = self.linear(at + fused, 2 * ff, s.hidden, bias=bias, scale=scale, halves=True)
@@ -155,7 +163,7 @@ class Builder:
         return GatedMLP(gate_up, down, s.activation)
 
     def plain_mlp(self, layer: int, *, width: int | None = None, suffix: str = "") -> PlainMLP:
-        s, at, ff = self.shape, f"blk.{layer}.", width or self.shape.ff_width
+        s, at, ff = self.shape, f"blk.{layer}.", width or self.shape.layers[layer].ff_width
         up = self.linear(at + "ffn_up" + suffix, ff, s.hidden, bias=s.mlp_bias)
         down = self.linear(at + "ffn_down" + suffix, s.hidden, ff, bias=s.mlp_bias)
         return PlainMLP(up, down, s.activation)
@@ -207,9 +215,22 @@ class Builder:
         whole = f"{name}_exps.weight"
         return (whole,) if self.names.has(whole) else tuple(f"{name}.{expert}.weight" for expert in range(n))
 
-    def mamba(self, layer: int) -> MambaMixer:
-        s, at, m = self.shape, f"blk.{layer}.", self.shape.recurrent
-        assert isinstance(m, MambaShape)
+    def mixer(self, layer: int) -> Mixer:
+        """Of the kind that the shape gives this layer."""
+        match self.shape.layers[layer].recurrent:
+            case MambaShape() as shape:
+                return self.mamba(layer, shape)
+            case Mamba2Shape() as shape:
+                return self.mamba2(layer, shape)
+            case ShortConvShape() as shape:
+                return self.short_conv(layer, shape)
+            case DeltaShape() as shape:
+                return self.delta_net(layer, shape)
+            case None:
+                raise InternalError(f"layer {layer} of {self.shape.family} has no mixer")
+
+    def mamba(self, layer: int, m: MambaShape) -> MambaMixer:
+        s, at = self.shape, f"blk.{layer}."
         ones = (Constant((width,), (1.0,)) for width in (m.dt_rank, m.state, m.state))  # the norms have no weights
         return MambaMixer(
             layer,
@@ -223,9 +244,8 @@ class Builder:
             out=self.linear(at + "ssm_out", s.hidden, m.inner, bias=m.bias),
         )
 
-    def mamba2(self, layer: int) -> Mamba2Mixer:
-        s, at, m = self.shape, f"blk.{layer}.", self.shape.recurrent
-        assert isinstance(m, Mamba2Shape)
+    def mamba2(self, layer: int, m: Mamba2Shape) -> Mamba2Mixer:
+        s, at = self.shape, f"blk.{layer}."
         parts = [m.inner, m.inner, m.n_groups * m.state, m.n_groups * m.state, m.n_heads]
         in_scale = self.scale(parts, s.multipliers.mixer_parts)
         out_scale = self.scale([s.hidden], [s.multipliers.mixer_out])
@@ -241,9 +261,8 @@ class Builder:
             out=self.linear(at + "ssm_out", s.hidden, m.inner, bias=m.out_bias, scale=out_scale),
         )
 
-    def short_conv(self, layer: int) -> ShortConvMixer:
-        s, at, m = self.shape, f"blk.{layer}.shortconv.", self.shape.recurrent
-        assert isinstance(m, ShortConvShape)
+    def short_conv(self, layer: int, m: ShortConvShape) -> ShortConvMixer:
+        s, at = self.shape, f"blk.{layer}.shortconv."
         return ShortConvMixer(
             layer,
             m,
@@ -252,9 +271,8 @@ class Builder:
             out=self.linear(at + "out_proj", s.hidden, m.width, bias=m.bias),
         )
 
-    def delta_net(self, layer: int) -> DeltaMixer:
-        s, at, m = self.shape, f"blk.{layer}.", self.shape.recurrent
-        assert isinstance(m, DeltaShape)
+    def delta_net(self, layer: int, m: DeltaShape) -> DeltaMixer:
+        s, at = self.shape, f"blk.{layer}."
         parts = [at + name for name in ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")]
         widths = [sum(m.conv_parts), m.inner, m.n_heads, m.n_heads]
         return DeltaMixer(

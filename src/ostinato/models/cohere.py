@@ -42,13 +42,13 @@ def command_r_from_config(c: Description) -> Shape:
 def cohere2_from_gguf(f: Description) -> Shape:
     shape = command_r_from_gguf(f)
     sliding = sliding_from_gguf(f, shape.n_layers, GLOBAL_EVERY)
-    return by_window(shape, sliding, f.integer("attention.sliding_window"), local=shape.ropes[0], whole=None)
+    return by_window(shape, sliding, f.integer("attention.sliding_window"), local=shape.rope_kinds[0], whole=None)
 
 
 def cohere2_from_config(c: Description) -> Shape:
     shape = command_r_from_config(c)
     sliding = sliding_from_config(c, shape.n_layers, GLOBAL_EVERY)
-    return by_window(shape, sliding, c.integer("sliding_window", 4096), local=shape.ropes[0], whole=None)
+    return by_window(shape, sliding, c.integer("sliding_window", 4096), local=shape.rope_kinds[0], whole=None)
 
 
 LAYER = partial(Builder.layer, norm_bias="zero", one_norm=True)

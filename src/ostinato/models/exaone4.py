@@ -25,7 +25,7 @@ def shape_from_gguf(f: Description) -> Shape:
     if not f.has("attention.sliding_window"):
         return shape
     sliding = sliding_from_gguf(f, shape.n_layers, GLOBAL_EVERY)
-    return by_window(shape, sliding, f.integer("attention.sliding_window"), local=shape.ropes[0], whole=None)
+    return by_window(shape, sliding, f.integer("attention.sliding_window"), local=shape.rope_kinds[0], whole=None)
 
 
 def shape_from_config(c: Description) -> Shape:
@@ -33,7 +33,7 @@ def shape_from_config(c: Description) -> Shape:
     if not c.has("sliding_window"):
         return shape
     sliding = sliding_from_config(c, shape.n_layers, GLOBAL_EVERY)
-    return by_window(shape, sliding, c.integer("sliding_window"), local=shape.ropes[0], whole=None)
+    return by_window(shape, sliding, c.integer("sliding_window"), local=shape.rope_kinds[0], whole=None)
 
 
 EXAONE4 = Family(

@@ -7,8 +7,6 @@ every product. GGUF files hold the weights with those factors multiplied in, and
 from dataclasses import replace
 
 from ostinato.errors import BadFile
-from ostinato.models.blocks import HybridLayer
-from ostinato.models.builder import Builder
 from ostinato.models.family import COMMON_NAMES, Family
 from ostinato.models.fields import Description, Fields
 from ostinato.models.mamba import (
@@ -24,20 +22,19 @@ from ostinato.models.shape import Mamba2Shape, Multipliers, Shape, common_from_c
 
 
 def shape_from_gguf(f: Description) -> Shape:
-    return replace(with_biases(common_from_gguf(f), f), recurrent=mamba2_block_from_gguf(f))
+    return with_biases(common_from_gguf(f), f).with_layers(recurrent=mamba2_block_from_gguf(f))
 
 
 def shape_from_config(c: Description) -> Shape:
     only_silu(c)
     shape = common_from_config(c)
-    embedding = c.number("embedding_multiplier", 1.0)
+    embedding, keys = c.number("embedding_multiplier", 1.0), c.number("key_multiplier", 1.0)
+    scales = tuple(a.query_scale * keys for a in shape.attention.values())  # on the scores, it is the same
     return replace(
-        shape,
+        shape.with_attention(query_scale=scales).with_layers(recurrent=mamba2_from_config(c, shape.hidden)),
         norm_eps=c.positive("rms_norm_eps", 1e-5),
-        recurrent=mamba2_from_config(c, shape.hidden),
         multipliers=multipliers_from_config(c),
         embedding_scale=None if embedding == 1 else embedding,
-        query_scale=shape.query_scale * c.number("key_multiplier", 1.0),  # on the scores, it is the same
     )
 
 
@@ -77,21 +74,8 @@ def multipliers_from_config(c: Fields) -> Multipliers:
     )
 
 
-def layer(b: Builder, i: int) -> HybridLayer:
-    return HybridLayer(
-        norm=b.norm(f"blk.{i}.attn_norm"),
-        attention=b.attention(i),
-        attention_in=b.shape.multipliers.attention_in,
-        mixer=b.mamba2(i),
-        mixer_in=b.shape.multipliers.mixer_in,
-        mlp_norm=b.norm(f"blk.{i}.ffn_norm"),
-        mlp=b.gated_mlp(i),
-    )
-
-
 FALCON_H1 = Family(
     "falcon-h1",
-    layer,
     hf=("FalconH1ForCausalLM",),
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,

@@ -5,11 +5,13 @@ where, so that no family file checks anything itself.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
+
+import numpy as np
 
 from ostinato.errors import BadFile
 from ostinato.files.checkpoint import Checkpoint, TensorInfo
@@ -38,6 +40,20 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
             raise self._wrong(key, value, f"a whole number from {least} to {_MOST}")
         return value
+
+    def per_layer(
+        self, key: str, n_layers: int, default: Sequence[int] | None = None, *, least: int = 1
+    ) -> tuple[int, ...]:
+        """A whole number for each layer: one for all, or a list, in which 0 stands for a layer without such a part."""
+        value = self.raw(key)
+        if value is None and default is not None:
+            return tuple(default)
+        if not isinstance(value, (list, tuple, np.ndarray)):
+            return (self.integer(key, least=least),) * n_layers
+        found = [int(each) if isinstance(each, (int, np.integer)) else -1 for each in value]
+        if len(found) != n_layers or not all(0 <= each <= _MOST for each in found):
+            raise self._wrong(key, list(value), f"one whole number, or a list with one for each of {n_layers} layers")
+        return tuple(found)
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._present(key, default)

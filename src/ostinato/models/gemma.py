@@ -34,40 +34,35 @@ def gemma1_from_config(c: Description) -> Shape:
 
 def windowed(shape: Shape, window: int, global_every: int) -> Shape:
     """Every `global_every`-th layer sees everything, the rest a window."""
-    return replace(shape, windows=tuple(None if (i + 1) % global_every == 0 else window for i in range(shape.n_layers)))
+    every = range(1, shape.n_layers + 1)
+    return shape.with_attention(window=tuple(None if i % global_every == 0 else window for i in every))
 
 
 def gemma_from_gguf(f: Description, window: int, global_every: int) -> Shape:
     shape = common_from_gguf(f)
-    by_hidden = (f.family, shape.n_layers) in SCALED_BY_HIDDEN
-    shape = replace(
-        shape,
-        activation="gelu_tanh",
-        embedding_scale=shape.hidden**0.5,
-        query_scale=(shape.hidden / shape.n_heads if by_hidden else shape.head_width) ** -0.5,
-    )
+    if (f.family, shape.n_layers) in SCALED_BY_HIDDEN:
+        shape = shape.with_attention(query_scale=(shape.hidden / shape.widest(lambda a: a.n_heads)) ** -0.5)
+    shape = replace(shape, activation="gelu_tanh", embedding_scale=shape.hidden**0.5)
     every = f.integer("attention.sliding_window_pattern", global_every)
     return windowed(shape, f.integer("attention.sliding_window", window), every)
 
 
 def gemma2_from_gguf(f: Description) -> Shape:
-    return replace(
-        gemma_from_gguf(f, 4096, global_every=2),
-        attention_softcap=f.positive("attn_logit_softcapping", 50.0),
-        logit_softcap=f.positive("final_logit_softcapping", 30.0),
-    )
+    shape = gemma_from_gguf(f, 4096, global_every=2)
+    shape = shape.with_attention(softcap=f.positive("attn_logit_softcapping", 50.0))
+    return replace(shape, logit_softcap=f.positive("final_logit_softcapping", 30.0))
 
 
 def gemma3_from_gguf(f: Description) -> Shape:
     shape = gemma_from_gguf(f, 1024, global_every=6)
-    whole = ropes.from_gguf(f, shape.head_width, "halves", default_base=1_000_000.0)
+    whole = ropes.from_gguf(f, shape.widest(lambda a: a.head_width), "halves", default_base=1_000_000.0)
     cap = f.positive("final_logit_softcapping") if f.has("final_logit_softcapping") else None
     return replace(two_ropes(shape, whole, f.positive("rope.freq_base_swa", LOCAL_BASE)), logit_softcap=cap)
 
 
 def two_ropes(shape: Shape, whole: Rope, local_base: float) -> Shape:
     local = Rope(local_base, whole.width, whole.pairing)
-    return replace(shape, ropes=tuple(whole if window is None else local for window in shape.windows))
+    return shape.with_attention(rope=tuple(whole if a.window is None else local for a in shape.attention.values()))
 
 
 def gemma_from_config(c: Description, global_every: int) -> Shape:
@@ -75,14 +70,13 @@ def gemma_from_config(c: Description, global_every: int) -> Shape:
     window = c.integer("sliding_window", 4096)
     if c.has("layer_types"):
         kinds = layer_types(c, shape.n_layers)
-        shape = replace(shape, windows=tuple(window if k == "sliding_attention" else None for k in kinds))
+        shape = shape.with_attention(window=tuple(window if k == "sliding_attention" else None for k in kinds))
     else:
         shape = windowed(shape, window, c.integer("sliding_window_pattern", global_every))
-    cap = "final_logit_softcapping"
+    cap, width = "final_logit_softcapping", shape.widest(lambda a: a.head_width)
     return replace(
-        shape,
+        shape.with_attention(query_scale=c.positive("query_pre_attn_scalar", width) ** -0.5),
         embedding_scale=shape.hidden**0.5,
-        query_scale=c.positive("query_pre_attn_scalar", shape.head_width) ** -0.5,
         logit_softcap=c.positive(cap) if c.has(cap) else None,
         tied_head=c.flag("tie_word_embeddings", True),
     )
@@ -91,15 +85,16 @@ def gemma_from_config(c: Description, global_every: int) -> Shape:
 def gemma2_from_config(c: Description) -> Shape:
     shape = gemma_from_config(c, global_every=2)
     cap = "attn_logit_softcapping"
-    return replace(shape, attention_softcap=c.positive(cap) if c.has(cap) else None)
+    return shape.with_attention(softcap=c.positive(cap) if c.has(cap) else None)
 
 
 def gemma3_from_config(c: Description) -> Shape:
     shape = gemma_from_config(c, global_every=6)
-    whole = ropes.from_config(c, shape.head_width, kind="full_attention", default_base=1_000_000.0)
+    width = shape.widest(lambda a: a.head_width)
+    whole = ropes.from_config(c, width, kind="full_attention", default_base=1_000_000.0)
     local = c.positive("rope_local_base_freq", LOCAL_BASE)
     if c.inside("rope_parameters").has("sliding_attention"):
-        local = ropes.from_config(c, shape.head_width, kind="sliding_attention", default_base=local).base
+        local = ropes.from_config(c, width, kind="sliding_attention", default_base=local).base
     return two_ropes(shape, whole, local)
 
 

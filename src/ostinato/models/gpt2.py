@@ -9,14 +9,13 @@ from functools import partial
 from ostinato.models.builder import Builder
 from ostinato.models.family import Family
 from ostinato.models.fields import Description
-from ostinato.models.shape import Shape, activation_from_config, alike, common_from_gguf, everywhere, limited
+from ostinato.models.shape import Shape, activation_from_config, alike, common_from_gguf, limited
 from ostinato.models.tensors import TRANSPOSED
 
 
 def shape_from_gguf(f: Description) -> Shape:
-    shape = common_from_gguf(f)
-    without_rope = everywhere(None, shape.n_layers)
-    return replace(shape, ropes=without_rope, activation="gelu_tanh", attention_bias=True, mlp_bias=True)
+    shape = common_from_gguf(f).with_attention(rope=None)
+    return replace(shape, activation="gelu_tanh", attention_bias=True, mlp_bias=True)
 
 
 def shape_from_config(c: Description) -> Shape:

@@ -47,7 +47,7 @@ def by_part(shape: Shape) -> Mapping[str, Transform]:
     """q, k and v of each head to all q, all k and all v."""
 
     def values(stored: NDArray[np.float32]) -> NDArray[np.float32]:
-        heads = stored.reshape(shape.n_heads, 3, -1, *stored.shape[1:])
+        heads = stored.reshape(shape.widest(lambda a: a.n_heads), 3, -1, *stored.shape[1:])
         return heads.swapaxes(0, 1).reshape(stored.shape)
 
     return dict.fromkeys(("attn_qkv.weight", "attn_qkv.bias"), Transform(values=values))

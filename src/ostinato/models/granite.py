@@ -13,7 +13,6 @@ from ostinato.models.shape import (
     common_from_config,
     common_from_gguf,
     with_biases,
-    with_query_scale,
 )
 
 
@@ -26,25 +25,25 @@ def shape_from_gguf(f: Description) -> Shape:
     shape = with_biases(common_from_gguf(f, "neighbours"), f)
     shape = multiplied(shape, f.positive("residual_scale", 1.0), f.positive("logit_scale"))
     if f.has("attention.scale"):
-        shape = with_query_scale(shape, f.positive("attention.scale"))
+        shape = shape.with_attention(query_scale=f.positive("attention.scale"))
     return replace(shape, embedding_scale=f.positive("embedding_scale")) if f.has("embedding_scale") else shape
 
 
 def shape_from_config(c: Description) -> Shape:
     shape = multiplied(common_from_config(c), c.positive("residual_multiplier", 1.0), c.positive("logits_scaling", 1.0))
     shape = replace(shape, embedding_scale=c.positive("embedding_multiplier", 1.0))
-    return with_query_scale(shape, c.positive("attention_multiplier", 1.0))
+    return shape.with_attention(query_scale=c.positive("attention_multiplier", 1.0))
 
 
 def moe_from_gguf(f: Description) -> Shape:
     shape = shape_from_gguf(f)
-    return _with_experts(shape, experts_from_gguf(f, shape.n_layers, ff_width=shape.ff_width, renormalise=True))
+    return _with_experts(shape, experts_from_gguf(f, shape.n_layers, ff_width=shape.widest_ff, renormalise=True))
 
 
 def moe_from_config(c: Description) -> Shape:
     shape = shape_from_config(c)
     n_experts, n_used = c.integer("num_local_experts", 8), c.integer("num_experts_per_tok", 2)
-    experts = ExpertShape(n_experts, n_used, shape.ff_width, renormalise=True)
+    experts = ExpertShape(n_experts, n_used, shape.widest_ff, renormalise=True)
     return _with_experts(shape, replace(experts, shared_width=c.integer("shared_intermediate_size", 0, least=0)))
 
 

@@ -51,7 +51,7 @@ def has_norm_after_block(tensors: HeaderTensors) -> bool:
 def has_plain_mlp(shape: Shape, tensors: HeaderTensors) -> bool:
     """Whether feed-forward blocks have no gate. Gate and up may be one tensor, under the name of up."""
     up = tensors.get("blk.0.ffn_up.weight")
-    return up is not None and "blk.0.ffn_gate.weight" not in tensors and up.shape[0] != 2 * shape.ff_width
+    return up is not None and "blk.0.ffn_gate.weight" not in tensors and up.shape[0] != 2 * shape.layers[0].ff_width
 
 
 # Of a model in memory

@@ -1,6 +1,5 @@
 """hunyuan-dense: llama's blocks with norms on query and key heads after their rotation."""
 
-from dataclasses import replace
 from functools import partial
 
 from ostinato.models.builder import Builder
@@ -10,11 +9,11 @@ from ostinato.models.shape import Shape, common_from_config, common_from_gguf
 
 
 def shape_from_gguf(f: Description) -> Shape:
-    return replace(common_from_gguf(f), qk_norm="after_rope")
+    return common_from_gguf(f).with_attention(qk_norm="after_rope")
 
 
 def shape_from_config(c: Description) -> Shape:
-    return replace(common_from_config(c), qk_norm="after_rope")
+    return common_from_config(c).with_attention(qk_norm="after_rope")
 
 
 HUNYUAN_DENSE = Family(

@@ -16,7 +16,7 @@ def shape_from_gguf(f: Description) -> Shape:
     if not f.integer("expert_count", 0, least=0):
         return shape
     used = f.integer("expert_used_count")
-    return replace(shape, experts=ExpertShape(f.integer("expert_count"), used, shape.ff_width, renormalise=True))
+    return replace(shape, experts=ExpertShape(f.integer("expert_count"), used, shape.widest_ff, renormalise=True))
 
 
 LLAMA = Family("llama", hf=("LlamaForCausalLM", "MistralForCausalLM"), shape_from_gguf=shape_from_gguf)

@@ -5,22 +5,19 @@ are; both keep mamba2's last norm by groups, each of which is normed alone.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 from ostinato.errors import BadFile, Unsupported
-from ostinato.models.blocks import Mixer, RecurrentLayer
-from ostinato.models.builder import Builder
 from ostinato.models.family import Family
 from ostinato.models.fields import Description, Fields
 from ostinato.models.shape import (
+    LayerShape,
     Mamba2Shape,
     MambaShape,
     RecurrentShape,
     Shape,
     activation_from_config,
-    everywhere,
     limited,
     vocab_rows,
 )
@@ -30,43 +27,36 @@ from ostinato.models.tensors import CHANNELS, COLUMN, FLAT, MINUS_EXP
 CONTEXT = 2**20
 
 
-def without_attention(family: str, hidden: int, n_layers: int, vocab: int, norm_eps: float) -> Shape:
+def without_attention(family: str, recurrent: RecurrentShape, n_layers: int, **sizes: Any) -> Shape:
     """What all recurrent models have in common."""
-    return Shape(
-        family=family,
-        n_layers=n_layers,
-        hidden=hidden,
-        n_heads=0,
-        n_kv_heads=0,
-        head_width=0,
-        ff_width=0,
-        vocab=vocab,
-        context=CONTEXT,
-        norm_eps=norm_eps,
-        ropes=everywhere(None, n_layers),
-        windows=everywhere(None, n_layers),
-        query_scale=1.0,
-        attention=False,
-        wide_residual=True,
-    )
+    layers = (LayerShape(recurrent=recurrent),) * n_layers
+    return Shape(family=family, layers=layers, **{"context": CONTEXT, "wide_residual": True, **sizes})
 
 
 def recurrent_from_gguf(f: Description, recurrent: RecurrentShape) -> Shape:
     n_layers = limited(f.integer("block_count"), f)
-    eps = f.positive("attention.layer_norm_rms_epsilon", 1e-5)
-    shape = without_attention(f.family, f.integer("embedding_length"), n_layers, vocab_rows(f), eps)
-    tied = "output.weight" not in f.tensors
-    return replace(shape, recurrent=recurrent, context=f.integer("context_length", CONTEXT), tied_head=tied)
+    return without_attention(
+        f.family,
+        recurrent,
+        n_layers,
+        hidden=f.integer("embedding_length"),
+        vocab=vocab_rows(f),
+        norm_eps=f.positive("attention.layer_norm_rms_epsilon", 1e-5),
+        context=f.integer("context_length", CONTEXT),
+        tied_head="output.weight" not in f.tensors,
+    )
 
 
 def recurrent_from_config(c: Description, recurrent: RecurrentShape, *, tied: bool) -> Shape:
     only_silu(c)
     n_layers = limited(c.integer("num_hidden_layers"), c)
-    eps = c.positive("layer_norm_epsilon", 1e-5)
-    shape = without_attention(c.family, c.integer("hidden_size"), n_layers, c.integer("vocab_size"), eps)
-    return replace(
-        shape,
-        recurrent=recurrent,
+    return without_attention(
+        c.family,
+        recurrent,
+        n_layers,
+        hidden=c.integer("hidden_size"),
+        vocab=c.integer("vocab_size"),
+        norm_eps=c.positive("layer_norm_epsilon", 1e-5),
         tied_head=c.flag("tie_word_embeddings", tied),
         wide_residual=c.flag("residual_in_fp32", True),
     )
@@ -166,10 +156,6 @@ def mamba2_from_config(c: Description) -> Shape:
     return recurrent_from_config(c, divided(shape, c), tied=False)
 
 
-def layer(b: Builder, i: int, mixer: Callable[[Builder, int], Mixer]) -> RecurrentLayer:
-    return RecurrentLayer(b.norm(f"blk.{i}.attn_norm"), mixer(b, i))
-
-
 def mixer_names(at: str) -> dict[str, str]:
     """A mixer's tensors, under the stem that a family gives it, as far as mamba and mamba2 call them alike."""
     return {
@@ -203,7 +189,6 @@ GGUF_TRANSFORMS = {"ssm_a": COLUMN, "ssm_d": COLUMN}
 
 MAMBA = Family(
     "mamba",
-    partial(layer, mixer=Builder.mamba),
     hf=("MambaForCausalLM", "FalconMambaForCausalLM"),
     shape_from_gguf=mamba_from_gguf,
     shape_from_config=mamba_from_config,
@@ -213,7 +198,6 @@ MAMBA = Family(
 
 MAMBA2 = Family(
     "mamba2",
-    partial(layer, mixer=Builder.mamba2),
     hf=("Mamba2ForCausalLM",),
     shape_from_gguf=mamba2_from_gguf,
     shape_from_config=mamba2_from_config,

@@ -10,7 +10,7 @@ from ostinato.models.shape import ExpertShape, Shape, common_from_config
 def shape_from_config(c: Description) -> Shape:
     shape = common_from_config(c)
     n_experts, n_used = c.integer("num_local_experts", 8), c.integer("num_experts_per_tok", 2)
-    return replace(shape, experts=ExpertShape(n_experts, n_used, shape.ff_width, renormalise=True))
+    return replace(shape, experts=ExpertShape(n_experts, n_used, shape.widest_ff, renormalise=True))
 
 
 MIXTRAL = Family(

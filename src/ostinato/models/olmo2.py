@@ -2,7 +2,6 @@
 queries or keys. olmo3 has windows in three of four layers, whose rope is not scaled; in GGUF both are olmo2.
 """
 
-from dataclasses import replace
 from functools import partial
 
 from ostinato.models import rope as ropes
@@ -23,23 +22,23 @@ GLOBAL_EVERY = 4
 
 
 def shape_from_gguf(f: Description) -> Shape:
-    shape = replace(common_from_gguf(f), qk_norm="rows")
+    shape = common_from_gguf(f).with_attention(qk_norm="rows")
     if not f.has("attention.sliding_window"):
         return shape
     sliding = sliding_from_gguf(f, shape.n_layers, GLOBAL_EVERY)
-    whole = ropes.from_gguf(f, shape.head_width, "halves")
+    whole = ropes.from_gguf(f, shape.widest(lambda a: a.head_width), "halves")
     local = Rope(f.positive("rope.freq_base_swa", whole.base), whole.width, whole.pairing)
     return by_window(shape, sliding, f.integer("attention.sliding_window"), local=local, whole=whole)
 
 
 def olmo2_from_config(c: Description) -> Shape:
-    return replace(common_from_config(c), qk_norm="rows")
+    return common_from_config(c).with_attention(qk_norm="rows")
 
 
 def olmo3_from_config(c: Description) -> Shape:
     shape = olmo2_from_config(c)
-    whole = ropes.from_config(c, shape.head_width, kind="full_attention")
-    base = ropes.from_config(c, shape.head_width, kind="sliding_attention").base
+    whole = ropes.from_config(c, shape.widest(lambda a: a.head_width), kind="full_attention")
+    base = ropes.from_config(c, shape.widest(lambda a: a.head_width), kind="sliding_attention").base
     sliding = sliding_from_config(c, shape.n_layers, GLOBAL_EVERY)
     local = Rope(base, whole.width, whole.pairing)
     return by_window(shape, sliding, c.integer("sliding_window", 4096), local=local, whole=whole)

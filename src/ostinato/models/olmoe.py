@@ -12,16 +12,16 @@ from ostinato.models.shape import ExpertShape, Shape, common_from_config, common
 
 
 def shape_from_gguf(f: Description) -> Shape:
-    shape = replace(common_from_gguf(f), qk_norm="rows")
-    return replace(shape, experts=experts_from_gguf(f, shape.n_layers, ff_width=shape.ff_width, renormalise=False))
+    shape = common_from_gguf(f).with_attention(qk_norm="rows")
+    return replace(shape, experts=experts_from_gguf(f, shape.n_layers, ff_width=shape.widest_ff, renormalise=False))
 
 
 def shape_from_config(c: Description) -> Shape:
     if c.has("clip_qkv"):
         raise Unsupported(f"{c.path}: clip_qkv, a bound on queries, keys and values, is not supported")
-    shape = replace(common_from_config(c), qk_norm="rows")
+    shape = common_from_config(c).with_attention(qk_norm="rows")
     n_experts, n_used = count_from_config(c, 64), c.integer("num_experts_per_tok", 8)
-    experts = ExpertShape(n_experts, n_used, shape.ff_width, renormalise=c.flag("norm_topk_prob", False))
+    experts = ExpertShape(n_experts, n_used, shape.widest_ff, renormalise=c.flag("norm_topk_prob", False))
     return replace(shape, experts=experts)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from ostinato.models.builder import Builder
 from ostinato.models.family import Family
 from ostinato.models.fields import Description
-from ostinato.models.shape import Shape, common_from_config, common_from_gguf, everywhere, windows_from_config
+from ostinato.models.shape import Shape, common_from_config, common_from_gguf, windows_from_config
 
 
 def shape_from_gguf(f: Description) -> Shape:
@@ -21,8 +21,8 @@ def without_unused_window(c: Description) -> Shape:
     """Qwen's config.json names a window even where use_sliding_window, false when absent, turns it off."""
     shape = common_from_config(c)
     if c.flag("use_sliding_window", False):
-        return replace(shape, windows=windows_from_config(c, shape.n_layers, first_windowed=28))
-    return replace(shape, windows=everywhere(None, shape.n_layers))
+        return shape.with_attention(window=windows_from_config(c, shape.n_layers, first_windowed=28))
+    return shape.with_attention(window=None)
 
 
 QWEN2 = Family(

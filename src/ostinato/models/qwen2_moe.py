@@ -14,8 +14,8 @@ from ostinato.models.tensors import ROW
 
 def shape_from_gguf(f: Description) -> Shape:
     shape = common_from_gguf(f)
-    width = f.integer("expert_feed_forward_length", max(1, shape.ff_width // f.integer("expert_used_count")))
-    shared = f.integer("expert_shared_feed_forward_length", shape.ff_width)
+    width = f.integer("expert_feed_forward_length", max(1, shape.widest_ff // f.integer("expert_used_count")))
+    shared = f.integer("expert_shared_feed_forward_length", shape.widest_ff)
     known = {"ff_width": width, "shared_width": shared, "shared_gate": True}
     return replace(shape, attention_bias=True, experts=experts_from_gguf(f, shape.n_layers, **known))
 

@@ -7,7 +7,7 @@ family states alike, and a family changes by `replace` what it does differently.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -160,6 +160,51 @@ class DeltaShape:
 RecurrentShape: TypeAlias = MambaShape | Mamba2Shape | ShortConvShape | DeltaShape
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """How a layer attends: heads, how wide they are, where it looks, and what becomes of its scores."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_width: int  # of a query and of a key
+    value_width: int
+    query_scale: float
+    rope: Rope | None = None  # None: no rotary positions
+    window: int | None = None  # positions that it sees, the query's own included; None: everything before it
+    softcap: float | None = None
+    qk_norm: QKNorm = "heads"  # where there are such norms
+    gated: bool = False  # queries are twice as wide: a query and a gate on the output for each head
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key and value head."""
+        return self.n_heads // self.n_kv_heads
+
+    @property
+    def qkv_widths(self) -> tuple[int, int, int]:
+        """Of all heads of a row: queries with their gates, keys, values."""
+        queries = self.n_heads * self.head_width
+        return queries * (1 + self.gated), self.n_kv_heads * self.head_width, self.n_kv_heads * self.value_width
+
+    @property
+    def qkv_width(self) -> int:
+        return sum(self.qkv_widths)
+
+    @property
+    def out_width(self) -> int:
+        """Of what all heads of a row have seen."""
+        return self.n_heads * self.value_width
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What a layer has: attention, a recurrent block, or both side by side; and a feed-forward block."""
+
+    attention: AttentionShape | None = None
+    recurrent: RecurrentShape | None = None
+    ff_width: int = 0  # of a feed-forward block that is not made of experts; 0 where a layer has none
+
+
 @dataclass(frozen=True, slots=True)
 class Multipliers:
     """Fixed factors on what goes into or comes out of a product (falcon-h1). GGUF has them in the weights already."""
@@ -180,31 +225,19 @@ class Shape:
     """One model's sizes and settings; everything `blocks.py` needs besides the weights."""
 
     family: str
-    n_layers: int
     hidden: int
-    n_heads: int
-    n_kv_heads: int
-    head_width: int
-    ff_width: int
     vocab: int
     context: int  # as trained
     norm_eps: float
-    ropes: tuple[Rope | None, ...]  # per layer; None: no rotary positions
-    windows: tuple[int | None, ...]  # per layer; None: sees everything before it
-    query_scale: float
+    layers: tuple[LayerShape, ...]
     activation: Activation = "silu"
-    attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float | None = None
     experts: ExpertShape | None = None
     attention_bias: bool = False
-    qk_norm: QKNorm = "heads"  # where there are such norms
     parallel: bool = False  # attention and feed-forward take in the same row
-    attention_gate: bool = False  # q is twice as wide: a query and a gate on the output for each head
     mlp_bias: bool = False
     tied_head: bool = False  # the head is the embedding
-    attention: bool = True  # false: recurrent layers only, no keys and values
-    recurrent: RecurrentShape | None = None  # with attention too: a hybrid
     causal: bool = True  # false: an encoder, every row sees every row of its sequence
     pooling: str | None = None  # an encoder's own way to one vector: mean, cls, last, rank, none
     normalise: bool = False  # an encoder's vectors have length 1
@@ -213,14 +246,63 @@ class Shape:
     wide_residual: bool = False  # what the layers add to is float32 whatever the weights are
 
     @property
+    def n_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention(self) -> dict[int, AttentionShape]:
+        """Of each layer that attends; only these have keys and values."""
+        return {number: one.attention for number, one in enumerate(self.layers) if one.attention is not None}
+
+    @property
+    def recurrent(self) -> dict[int, RecurrentShape]:
+        """Of each layer that recurs; only these have states."""
+        return {number: one.recurrent for number, one in enumerate(self.layers) if one.recurrent is not None}
+
+    def widest(self, size: Callable[[AttentionShape], int]) -> int:
+        """The largest of a size over the layers that attend; 0 where none does."""
+        return max(map(size, self.attention.values()), default=0)
+
+    @property
+    def states(self) -> dict[int, States]:
+        """What each layer that recurs remembers of a sequence."""
+        return {layer: one.states for layer, one in self.recurrent.items()}
+
+    @property
+    def state_numbers(self) -> int:
+        """How many numbers the states of one sequence have in all layers."""
+        return sum(math.prod(size) for states in self.states.values() for size in states)
+
+    @property
+    def widest_ff(self) -> int:
+        """Of the feed-forward blocks that are not made of experts; 0 where no layer has one."""
+        return max((one.ff_width for one in self.layers), default=0)
+
+    def with_layers(self, **changes: Any) -> Shape:
+        """The same with these parts in every layer; a tuple has one for each."""
+        each = (_of_layer(changes, number) for number in range(self.n_layers))
+        return replace(self, layers=tuple(replace(layer, **own) for layer, own in zip(self.layers, each, strict=True)))
+
+    def with_attention(self, **changes: Any) -> Shape:
+        """The same with these settings of attention in every layer that attends; a tuple has one for each layer."""
+        each = (_of_layer(changes, number) for number in range(self.n_layers))
+        both = zip((layer.attention for layer in self.layers), each, strict=True)
+        return self.with_layers(attention=tuple(one and replace(one, **own) for one, own in both))
+
+    @property
     def default_context(self) -> int:
         """As trained; with longrope the range in which its short factors, made for it, hold."""
         return min(self.context, self.short_rope_positions or self.context)
 
     @property
+    def rope_kinds(self) -> tuple[Rope, ...]:
+        """Its kinds of rotary positions, each once."""
+        return tuple(dict.fromkeys(one.rope for one in self.attention.values() if one.rope is not None))
+
+    @property
     def short_rope_positions(self) -> int | None:
         """Positions of the longest sequence that longrope's short factors rotate; None without longrope."""
-        return min((r.original_context for r in self.ropes if r is not None and r.original_context), default=None)
+        return min((rope.original_context for rope in self.rope_kinds if rope.original_context), default=None)
 
     @property
     def n_rope_sets(self) -> int:
@@ -229,53 +311,74 @@ class Shape:
 
     def frequencies(self) -> dict[Rope, Floats]:
         """Of each of its ropes, float32 [rope sets, width / 2]."""
-        kinds = [rope for rope in dict.fromkeys(self.ropes) if rope is not None]
-        return {rope: ropes.frequencies_of(rope, self.n_rope_sets) for rope in kinds}
+        return {rope: ropes.frequencies_of(rope, self.n_rope_sets) for rope in self.rope_kinds}
 
     def rope_set(self, n_positions: int) -> int:
         """The set that rotates a sequence of so many positions: 0, or 1, longrope's long factors."""
         return int(n_positions > (self.short_rope_positions or n_positions))
 
 
-def alike(family: str, rope: Rope | None, **sizes: Any) -> Shape:
-    """A shape whose layers are alike: they see everything before them, and each head has keys and values of its own;
+def _of_layer(changes: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """What changes name for one layer."""
+    return {name: value[number] if isinstance(value, tuple) else value for name, value in changes.items()}
+
+
+def alike(
+    family: str,
+    rope: Rope | None,
+    *,
+    n_layers: int,
+    hidden: int,
+    n_heads: int,
+    ff_width: int,
+    n_kv_heads: int | None = None,
+    head_width: int | None = None,
+    **more: Any,
+) -> Shape:
+    """A shape whose layers are alike: they see everything before them, and each head has keys and values of its own
     unless said."""
-    n_layers, n_heads, width = sizes["n_layers"], sizes["n_heads"], max(1, sizes["hidden"] // sizes["n_heads"])
-    width = sizes.setdefault("head_width", width)
-    plain = {"n_kv_heads": n_heads, "windows": everywhere(None, n_layers), "query_scale": width**-0.5}
-    return Shape(family=family, ropes=everywhere(rope, n_layers), **{**plain, **sizes})
-
-
-def everywhere(value: Any, n_layers: int) -> tuple[Any, ...]:
-    return (value,) * n_layers
+    width = head_width or max(1, hidden // n_heads)
+    attention = AttentionShape(
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads or n_heads,
+        head_width=width,
+        value_width=width,
+        query_scale=width**-0.5,
+        rope=rope,
+    )
+    return Shape(family=family, hidden=hidden, layers=(LayerShape(attention, ff_width=ff_width),) * n_layers, **more)
 
 
 def common_from_gguf(f: Description, pairing: Pairing = "halves") -> Shape:
-    """What llama-like GGUF files state under `<architecture>.`"""
-    for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
-        if isinstance(f.raw(key), (list, np.ndarray)):
-            raise Unsupported(f"{f.path}: {f.prefix}{key} differs from layer to layer, which is not supported")
-    hidden, n_heads = f.integer("embedding_length"), f.integer("attention.head_count")
-    head_width = f.integer("attention.key_length", max(1, hidden // n_heads))
-    if f.integer("attention.value_length", head_width) != head_width:
-        raise Unsupported(f"{f.path}: key heads and value heads of different width are not supported")
-    n_layers = f.integer("block_count") - n_further_layers(f)
-    rope = with_factors(ropes.from_gguf(f, head_width, pairing), f)
+    """What llama-like GGUF files state under `<architecture>.`; a list has one number for each layer, and a layer
+    without key and value heads has no attention."""
+    n_stated = limited(f.integer("block_count"), f)
+    hidden, n_heads = f.integer("embedding_length"), f.per_layer("attention.head_count", n_stated)
+    n_kv_heads = f.per_layer("attention.head_count_kv", n_stated, n_heads)
+    head_width = f.integer("attention.key_length", max(1, hidden // max(1, *n_heads)))
     window = f.integer("attention.sliding_window", least=0) if f.has("attention.sliding_window") else 0
+    usual = AttentionShape(
+        n_heads=1,
+        n_kv_heads=1,
+        head_width=head_width,
+        value_width=f.integer("attention.value_length", head_width),
+        query_scale=head_width**-0.5,
+        rope=with_factors(ropes.from_gguf(f, head_width, pairing), f),
+        window=window or None,
+    )
+    attention = [
+        replace(usual, n_heads=heads, n_kv_heads=kv_heads) if heads and kv_heads else None
+        for heads, kv_heads in zip(n_heads, n_kv_heads, strict=True)
+    ]
+    n_layers = n_stated - n_further_layers(f)
+    ff_widths = f.per_layer("feed_forward_length", n_stated, least=0)
     return Shape(
         family=f.family,
-        n_layers=n_layers,
         hidden=hidden,
-        n_heads=n_heads,
-        n_kv_heads=f.integer("attention.head_count_kv", n_heads),
-        head_width=head_width,
-        ff_width=f.integer("feed_forward_length", least=0) or 1,
         vocab=vocab_rows(f),
         context=f.integer("context_length"),
         norm_eps=f.positive("attention.layer_norm_rms_epsilon", f.positive("attention.layer_norm_epsilon", 1e-5)),
-        ropes=everywhere(rope, limited(n_layers, f)),
-        windows=everywhere(window or None, n_layers),
-        query_scale=head_width**-0.5,
+        layers=tuple(LayerShape(one, ff_width=ff) for one, ff in zip(attention, ff_widths, strict=True))[:n_layers],
         tied_head="output.weight" not in f.tensors,
     )
 
@@ -284,9 +387,10 @@ def common_from_config(c: Description, pairing: Pairing = "halves", *, rotary_sh
     """What llama-like config.json files state. `rotary_share`: of a head, where the file does not say."""
     hidden, n_heads = c.integer("hidden_size"), c.integer("num_attention_heads")
     head_width = c.integer("head_dim", max(1, hidden // n_heads))
-    n_layers = c.integer("num_hidden_layers")
-    return Shape(
-        family=c.family,
+    n_layers = limited(c.integer("num_hidden_layers"), c)
+    shape = alike(
+        c.family,
+        ropes.from_config(c, head_width, pairing, rotary_share=rotary_share),
         n_layers=n_layers,
         hidden=hidden,
         n_heads=n_heads,
@@ -296,25 +400,24 @@ def common_from_config(c: Description, pairing: Pairing = "halves", *, rotary_sh
         vocab=c.integer("vocab_size"),
         context=c.integer("max_position_embeddings"),
         norm_eps=c.positive("rms_norm_eps", c.positive("layer_norm_eps", c.positive("norm_epsilon", 1e-6))),
-        ropes=everywhere(ropes.from_config(c, head_width, pairing, rotary_share=rotary_share), limited(n_layers, c)),
-        windows=windows_from_config(c, n_layers),
-        query_scale=head_width**-0.5,
         activation=activation_from_config(c),
         attention_bias=c.flag("attention_bias", False),
         mlp_bias=c.flag("mlp_bias", False),
         tied_head=c.flag("tie_word_embeddings", False),
     )
+    return shape.with_attention(window=windows_from_config(c, n_layers))
 
 
 def with_rope_where(shape: Shape, turned: Sequence[bool]) -> Shape:
     """No rotary positions in the other layers."""
-    return replace(shape, ropes=tuple(r if one else None for r, one in zip(shape.ropes, turned, strict=True)))
+    ropes = (one.attention and one.attention.rope for one in shape.layers)
+    return shape.with_attention(rope=tuple(rope if one else None for rope, one in zip(ropes, turned, strict=True)))
 
 
 def by_window(shape: Shape, sliding: Sequence[bool], window: int, *, local: Rope | None, whole: Rope | None) -> Shape:
     """Layers that see a window, with a rope of their own, and layers that see everything."""
     ropes_of = tuple(local if one else whole for one in sliding)
-    return replace(shape, windows=tuple(window if one else None for one in sliding), ropes=ropes_of)
+    return shape.with_attention(window=tuple(window if one else None for one in sliding), rope=ropes_of)
 
 
 def sliding_from_gguf(f: Description, n_layers: int, every: int) -> Sequence[bool]:
@@ -337,10 +440,6 @@ def sliding_from_config(c: Fields, n_layers: int, every: int) -> Sequence[bool]:
         return [stated[i % len(stated)] == "L" for i in range(n_layers)]
     every = c.integer("sliding_window_pattern", every)
     return [bool((i + 1) % every) for i in range(n_layers)]
-
-
-def with_query_scale(shape: Shape, scale: float) -> Shape:
-    return replace(shape, query_scale=scale)
 
 
 def flags(c: Fields, key: str, default: Sequence[bool]) -> Sequence[bool]:
@@ -387,7 +486,7 @@ def windows_from_config(c: Fields, n_layers: int, first_windowed: int = 0) -> tu
     """Sliding windows by layer: from `layer_types` where the file has it, else one window for all or none."""
     window = c.integer("sliding_window", least=0) if c.has("sliding_window") else 0
     if not window or not c.flag("use_sliding_window", True):
-        return everywhere(None, n_layers)
+        return (None,) * n_layers
     if c.has("layer_types"):
         return tuple(window if kind == "sliding_attention" else None for kind in layer_types(c, n_layers))
     first = c.integer("max_window_layers", first_windowed, least=0)
@@ -428,8 +527,9 @@ def limited(n_layers: int, f: Fields) -> int:
 
 def checked(shape: Shape, f: Fields) -> Shape:
     """The sizes, where they agree with each other."""
-    if shape.attention and shape.n_heads % shape.n_kv_heads:
-        raise BadFile(f"{f.path}: {shape.n_heads} heads cannot share {shape.n_kv_heads} key and value heads evenly")
+    for one in shape.attention.values():
+        if one.n_heads % one.n_kv_heads:
+            raise BadFile(f"{f.path}: {one.n_heads} heads cannot share {one.n_kv_heads} key and value heads evenly")
     if shape.experts is not None:
         _check_experts(shape.experts, f)
     return shape

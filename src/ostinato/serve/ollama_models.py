@@ -155,9 +155,9 @@ def _info(llm: LLM, file: ModelFile) -> dict[str, Any]:
         "context_length": llm.context,
         "block_count": shape.n_layers,
         "embedding_length": shape.hidden,
-        "feed_forward_length": shape.ff_width,
-        "attention.head_count": shape.n_heads,
-        "attention.head_count_kv": shape.n_kv_heads,
+        "feed_forward_length": shape.widest_ff,
+        "attention.head_count": shape.widest(lambda a: a.n_heads),
+        "attention.head_count_kv": shape.widest(lambda a: a.n_kv_heads),
         "vocab_size": shape.vocab,
     }
     general = {"general.architecture": shape.family, "general.parameter_count": file.n_parameters}

@@ -126,7 +126,7 @@ def test_what_prompt_attention_needs_is_what_the_compiler_asks_for() -> None:
 
 
 def test_only_float32_keys_of_the_widest_heads_are_cut_otherwise_and_that_is_named() -> None:
-    wide = replace(named_shape("llama-1b"), head_width=256)
+    wide = named_shape("llama-1b").with_attention(head_width=256, value_width=256)
     cuts = {(chip.arch, kv): other_cut(wide, kv, chip) for chip in CHIPS for kv in ("f32", "f16", "bf16", "q8_0")}
     assert {key: cut for key, cut in cuts.items() if cut is not None} == {
         ("sm_80", "f32"): "prompt attention by 32",

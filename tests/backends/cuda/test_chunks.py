@@ -136,7 +136,7 @@ def test_outputs_have_their_room_from_their_first_use_on_and_as_much_as_is_said(
 def small_experts(family: str, mix: str, dtype: torch.dtype) -> Model:
     """A model of odd widths with experts in that mix."""
     plain = family_model("mixtral").shape
-    one_layer = replace(plain, n_layers=1, ropes=plain.ropes[:1], windows=plain.windows[:1])
+    one_layer = replace(plain, layers=plain.layers[:1])
     shape = replace(one_layer, family=family, experts=ExpertShape(5, 2, 64, renormalise=True))
     made = MIXTRAL if family == "mixtral" else QWEN3_MOE
     return random_model_of(made, shape, dtype, mix=mix, seed=3)

@@ -102,10 +102,8 @@ def played(driver: Driver, slots: Sequence[int], *, sampling: Sampling = GREEDY)
 
 
 def mamba_model() -> Model:
-    shape = replace(
-        without_attention("mamba", 64, 2, 128, 1e-5),
-        recurrent=MambaShape(inner=96, state=8, kernel=4, dt_rank=4, bias=False, conv_bias=True, norm_eps=None),
-    )
+    mamba = MambaShape(inner=96, state=8, kernel=4, dt_rank=4, bias=False, conv_bias=True, norm_eps=None)
+    shape = without_attention("mamba", mamba, 2, hidden=64, vocab=128, norm_eps=1e-5)
     return RandomWeights(3).model(MAMBA, shape)
 
 

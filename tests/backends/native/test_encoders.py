@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,13 +38,14 @@ def text_of(n: int, seed: int = 0) -> list[int]:
     return [(11 * i + n + 31 * seed) % VOCAB for i in range(n)]
 
 
-def encoder(family: str = "bert", *, hidden: int = 128, **changed: Any) -> Model:
-    _, shape = shape_of("encoder", VOCAB, hidden, 1024)
+def encoder(family: str = "bert", *, hidden: int = 128, context: int = 1024) -> Model:
+    _, shape = shape_of("encoder", VOCAB, hidden, context)
     if family == "bert":
-        return RandomWeights(0).model(BERT, replace(shape, **changed))
+        return RandomWeights(0).model(BERT, shape)
     rope = Rope(1000.0, hidden // 4, "halves")
-    nomic = replace(shape, family=family, ropes=(rope, rope), activation="silu", attention_bias=False, mlp_bias=False)
-    return RandomWeights(1).model(NOMIC_BERT, replace(nomic, **changed))
+    shape = shape.with_attention(rope=rope)
+    nomic = replace(shape, family=family, activation="silu", attention_bias=False, mlp_bias=False)
+    return RandomWeights(1).model(NOMIC_BERT, nomic)
 
 
 def opened(
@@ -87,7 +87,8 @@ def test_rows_are_those_of_torch_at_every_head_width_and_length(family: str, hid
 
 
 def test_rows_and_feed_forward_blocks_of_odd_widths() -> None:
-    model = encoder(hidden=77, head_width=48, ff_width=83, activation="gelu_tanh")
+    shape = replace(encoder(hidden=77).shape, activation="gelu_tanh").with_layers(ff_width=83)
+    model = RandomWeights(0).model(BERT, shape.with_attention(head_width=48, value_width=48))
     with opened(tiled(model), threads=3) as engine:
         (rows,) = rows_of(engine, [text_of(40)])
     wanted = plain_memory.hidden(model, text_of(40))

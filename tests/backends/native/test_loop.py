@@ -148,7 +148,8 @@ def test_a_matrix_of_gate_and_up_together_gives_the_bits_of_both_apart() -> None
 def test_any_head_width_of_whole_lanes_and_odd_sizes_of_all_else(width: int) -> None:
     plain = family_model("llama")
     rope = Rope(10_000.0, width // 2, "halves")
-    shape = replace(plain.shape, head_width=width, ropes=(rope, rope), ff_width=83, hidden=77, query_scale=width**-0.5)
+    shape = plain.shape.with_attention(head_width=width, value_width=width, rope=rope, query_scale=width**-0.5)
+    shape = replace(shape, hidden=77).with_layers(ff_width=83)
     model = family_model("llama", shape=shape)
     with closing(opened(tiled(model), threads=3)) as driver:
         tokens, found = steps_of(driver, PROMPT, most=30)
@@ -157,7 +158,7 @@ def test_any_head_width_of_whole_lanes_and_odd_sizes_of_all_else(width: int) -> 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu2"])
 def test_rows_and_feed_forward_blocks_of_odd_widths_with_layer_norms_and_no_gate(activation: Any) -> None:
-    shape = replace(family_model("gpt2").shape, hidden=77, ff_width=83, activation=activation)
+    shape = replace(family_model("gpt2").shape, hidden=77, activation=activation).with_layers(ff_width=83)
     model = family_model("gpt2", shape=shape)
     with closing(opened(tiled(model), threads=3)) as driver:
         tokens, found = steps_of(driver, PROMPT, most=30)
@@ -167,8 +168,12 @@ def test_rows_and_feed_forward_blocks_of_odd_widths_with_layer_norms_and_no_gate
 def test_a_window_shorter_than_a_page_and_one_longer_than_a_block_are_seen_alike() -> None:
     for window in (5, 16, 33, 200):
         model = random_model("swa")
-        model = replace(model, shape=replace(model.shape, windows=(window, None)))
-        layers = [replace(b, attention=replace(b.attention, shape=model.shape)) for b in list[Any](model.layers)]
+        shape = model.shape.with_attention(window=(window, None))
+        model = replace(model, shape=shape)
+        layers = [
+            replace(block, attention=replace(block.attention, shape=shape.attention[number]))
+            for number, block in enumerate(list[Any](model.layers))
+        ]
         model = replace(model, layers=layers)
         prompt = [(7 * i + window) % 128 for i in range(210)]
         with closing(opened(tiled(model))) as driver:

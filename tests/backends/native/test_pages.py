@@ -16,8 +16,8 @@ from tests.random_model import random_model
 @pytest.mark.parametrize("kv_type", get_args(KVType))
 def test_pages_take_the_bytes_that_are_counted_for_them(kv_type: KVType) -> None:
     shape = random_model("kv", hidden=128).shape
-    assert shape.head_width % 32 == 0
-    pages = NativePages.of(shape, one_group(shape.n_layers, 5), n_slots=1, kv_type=kv_type)
+    assert shape.widest(lambda a: a.head_width) % 32 == 0
+    pages = NativePages.of(shape, one_group(shape.attention, 5), n_slots=1, kv_type=kv_type)
     assert len(pages.layers) == shape.n_layers
     arrays = [array for _, array in memory_in(pages.layers, "")]
     assert sum(array.nbytes for array in arrays) == 5 * page_bytes(shape, kv_type, PAGE_TOKENS)
@@ -26,4 +26,4 @@ def test_pages_take_the_bytes_that_are_counted_for_them(kv_type: KVType) -> None
 
 def test_heads_of_no_whole_blocks_are_refused_for_q8_0() -> None:
     with pytest.raises(BadOption, match="multiple of 32, and this model's is 16; use f16"):
-        NativePages.of(random_model("kv", hidden=64).shape, one_group(2, 1), n_slots=1, kv_type="q8_0")
+        NativePages.of(random_model("kv", hidden=64).shape, one_group((0, 1), 1), n_slots=1, kv_type="q8_0")

@@ -17,19 +17,7 @@ from ostinato.backends.torch.weight import Weight, dense_of
 from ostinato.backends.weights import Stack
 from ostinato.files.quants import BLOCKS
 from ostinato.lab.random_weights import random_blocks
-from ostinato.models.blocks import (
-    MLP,
-    AnyLayer,
-    Attention,
-    Experts,
-    HybridLayer,
-    Layer,
-    Linear,
-    Mixer,
-    PlainMLP,
-    PostNormLayer,
-    RecurrentLayer,
-)
+from ostinato.models.blocks import MLP, AnyLayer, Attention, Experts, Layer, Linear, Mixer, PlainMLP
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -75,9 +63,7 @@ def packed_blocks(type: str, *, wide: bool) -> Pack:
 def tiled(model: Model, pack: Pack | None = None) -> Model:
     """The model with every matrix in tiles: q, k and v apart, gate and up too, each expert by itself."""
     pack = pack or plain_tiles()
-    shape = model.shape
     assert isinstance(model.embedding, Tensor)
-    heads = [n * shape.head_width for n in (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)]
 
     def halves(gate_up: Tensor) -> Stack:
         return Stack(tuple(pack(half) for half in gate_up.chunk(2)))
@@ -88,7 +74,7 @@ def tiled(model: Model, pack: Pack | None = None) -> Model:
 
     def attention(block: Attention) -> Attention:
         assert isinstance(block.qkv.weight, Tensor)
-        parts = Stack(tuple(pack(part) for part in torch.split(block.qkv.weight, heads)))
+        parts = Stack(tuple(pack(part) for part in torch.split(block.qkv.weight, [*block.shape.qkv_widths])))
         return replace(block, qkv=replace(block.qkv, weight=parts), out=one(block.out))
 
     def mlp(block: MLP) -> MLP:
@@ -116,11 +102,14 @@ def tiled(model: Model, pack: Pack | None = None) -> Model:
         return replace(block, **changed)
 
     def layer(block: AnyLayer) -> AnyLayer:
-        if isinstance(block, RecurrentLayer):
-            return replace(block, mixer=mixer(block.mixer))
-        if isinstance(block, HybridLayer):
-            block = replace(block, mixer=mixer(block.mixer))
-        return replace(block, attention=attention(block.attention), mlp=mlp(block.mlp))
+        made: dict[str, Any] = {}
+        if block.attention is not None:
+            made["attention"] = attention(block.attention)
+        if block.mlp is not None:
+            made["mlp"] = mlp(block.mlp)
+        if isinstance(block, Layer) and block.mixer is not None:
+            made["mixer"] = mixer(block.mixer)
+        return replace(block, **made)
 
     embedding, head = pack(model.embedding), model.head
     if head is not None:
@@ -153,10 +142,12 @@ def dense(model: Model) -> Model:
         return replace(mlp, gate_up=one(mlp.gate_up), down=one(mlp.down))
 
     def layer(block: AnyLayer) -> AnyLayer:
-        assert isinstance(block, Layer | PostNormLayer)
-        mlp = feed_forward(block.mlp)
-        attention = replace(block.attention, qkv=one(block.attention.qkv), out=one(block.attention.out))
-        return replace(block, attention=attention, mlp=mlp)
+        made: dict[str, Any] = {}
+        if block.attention is not None:
+            made["attention"] = replace(block.attention, qkv=one(block.attention.qkv), out=one(block.attention.out))
+        if block.mlp is not None:
+            made["mlp"] = feed_forward(block.mlp)
+        return replace(block, **made)
 
     layers = [layer(block) for block in model.layers]
     head = None if model.head is None else one(model.head)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,7 +14,7 @@ from ostinato.models.phi3 import PHI3
 from ostinato.models.qwen2 import QWEN2
 from ostinato.models.qwen3 import QWEN3
 from ostinato.models.rope import Rope
-from ostinato.models.shape import Shape
+from ostinato.models.shape import Shape, alike
 from tests.named_model import random_model_of
 
 FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "phi3": PHI3}
@@ -25,23 +24,11 @@ def shape_of(family: str = "llama", *, windows: Sequence[int | None] = (None, No
     """Two layers, 128 wide, two heads for one of keys; other sizes where they are given."""
     width = sizes.get("head_width", 64)
     rope = Rope(10_000.0, width, "neighbours" if family == "llama" else "halves")
-    plain = Shape(
-        family=family,
-        n_layers=2,
-        hidden=128,
-        n_heads=4,
-        n_kv_heads=2,
-        head_width=width,
-        ff_width=192,
-        vocab=203,
-        context=256,
-        norm_eps=1e-5,
-        ropes=(rope, rope),
-        windows=tuple(windows),
-        query_scale=width**-0.5,
-        attention_bias=family == "qwen2",
-    )
-    return replace(plain, **sizes)
+    plain = {
+        **{"n_layers": len(windows), "hidden": 128, "n_heads": 4, "n_kv_heads": 2, "head_width": width},
+        **{"ff_width": 192, "vocab": 203, "context": 256, "norm_eps": 1e-5, "attention_bias": family == "qwen2"},
+    }
+    return alike(family, rope, **{**plain, **sizes}).with_attention(window=tuple(windows))
 
 
 @cache

@@ -48,23 +48,30 @@ def matrices_by_header(model: Model) -> list[TapeMatrix]:
 SHAPES: dict[str, tuple[Shape, str]] = {
     "experts": (replace(LLAMA, experts=ExpertShape(8, 2, 64, renormalise=True)), "experts"),
     "recurrent": (
-        replace(LLAMA, recurrent=MambaShape(inner=1, state=1, kernel=2, dt_rank=1)),
+        LLAMA.with_layers(recurrent=MambaShape(inner=1, state=1, kernel=2, dt_rank=1)),
         "layers that are not causal attention",
     ),
-    "no attention": (replace(LLAMA, attention=False), "layers that are not causal attention"),
+    "no attention": (LLAMA.with_layers(attention=None), "layers that are not causal attention"),
     "encoder": (replace(LLAMA, causal=False), "layers that are not causal attention"),
     "multipliers": (replace(LLAMA, multipliers=Multipliers(head=0.5)), "multipliers"),
     "embedding": (replace(LLAMA, embedding_scale=11.0), "multipliers"),
-    "cap of scores": (replace(LLAMA, attention_softcap=50.0), "soft caps"),
+    "cap of scores": (LLAMA.with_attention(softcap=50.0), "soft caps"),
     "cap of logits": (replace(LLAMA, logit_softcap=30.0), "soft caps"),
     "activation": (replace(LLAMA, activation="gelu"), "the activation gelu: it has silu"),
     "bias": (replace(LLAMA, mlp_bias=True), "a bias in the feed-forward block"),
     "width": (shape_of(head_width=80), "heads of width 80: it has 64, 96, 128, 256"),
-    "group": (replace(LLAMA, n_heads=9, n_kv_heads=1), "9 heads for each of keys: it has 1 to 8"),
+    "group": (LLAMA.with_attention(n_heads=9, n_kv_heads=1), "9 heads for each of keys: it has 1 to 8"),
     "hidden": (replace(LLAMA, hidden=96), "a hidden size of 96: it wants a multiple of 64"),
-    "feed-forward": (replace(LLAMA, ff_width=200), "a feed-forward size of 200: it wants a multiple of 64"),
-    "no rope": (replace(LLAMA, ropes=(None, None)), "layers with different rotary positions"),
-    "ropes": (replace(LLAMA, ropes=(LLAMA.ropes[0], None)), "layers with different rotary positions"),
+    "feed-forward": (LLAMA.with_layers(ff_width=200), "a feed-forward size of 200: it wants a multiple of 64"),
+    "no rope": (LLAMA.with_attention(rope=None), "layers with different rotary positions"),
+    "ropes": (LLAMA.with_attention(rope=(*LLAMA.rope_kinds, None)), "layers with different rotary positions"),
+    "a layer without attention": (
+        LLAMA.with_layers(attention=(LLAMA.attention[0], None)),
+        "layers that are not causal attention",
+    ),
+    "heads": (LLAMA.with_attention(n_heads=(4, 2)), "layers with different heads"),
+    "values": (LLAMA.with_attention(value_width=32), "values that are not as wide as keys"),
+    "feed-forward sizes": (LLAMA.with_layers(ff_width=(192, 128)), "layers with different feed-forward sizes"),
 }
 
 

@@ -39,8 +39,7 @@ BILLION = {"hidden": 2048, "n_heads": 32, "n_kv_heads": 8, "ff_width": 8192, "vo
 
 
 def one_layer(family: str) -> Shape:
-    shape = shape_of(family, windows=(None,), n_layers=1, **BILLION)
-    return shape_of(family, windows=(None,), n_layers=1, ropes=shape.ropes[:1], **BILLION)
+    return shape_of(family, windows=(None,), **BILLION)
 
 
 def unfilled_bytes(file: RandomFile, name: str) -> NDArray[np.uint8]:

@@ -340,7 +340,7 @@ class Laid:
         on_tape: bool = False,
     ) -> None:
         self.memory = PagedMemory.of(
-            model, one_group(model.shape.n_layers, 6), n_slots=n_slots, kv_type=kv_type, page_tokens=16
+            model, one_group(model.shape.attention, 6), n_slots=n_slots, kv_type=kv_type, page_tokens=16
         )
         self.tables = tensor_tables(Layout(n_slots, 4, model.shape.vocab), CPU)
         chip = Chip((9, 0), 3, 227 << 10)

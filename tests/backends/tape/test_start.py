@@ -109,7 +109,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 
 def start_on(card: Card) -> TapeLoop:
     model = small(shape_of())
-    memory = PagedMemory.of(model, one_group(model.shape.n_layers, 6), n_slots=3, kv_type="f32", page_tokens=16)
+    memory = PagedMemory.of(model, one_group(model.shape.attention, 6), n_slots=3, kv_type="f32", page_tokens=16)
     tables = tensor_tables(Layout(3, 4, model.shape.vocab), CPU)
     step = TapeStep(model, memory, tables, model.shape.vocab, CHIP, kv_type="f32", n_compute_warps=2)
     return TapeLoop(tape_plan(model, memory, tables, step), step, tables, Guard(), lambda: card.note("wake event"))

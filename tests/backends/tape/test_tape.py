@@ -90,7 +90,7 @@ def test_every_family_has_the_logits_of_torch(family: str) -> None:
 def test_sequences_on_both_sides_of_longropes_border_have_the_logits_of_torch(most: int) -> None:
     long = tuple(1.0 + i / 4 for i in range(32))
     rope = Rope(10_000.0, 64, "halves", (1.0,) * 32, 1.1, long, original_context=10)
-    check_near_torch(small(shape_of("phi3", ropes=(rope, rope))), most=most)
+    check_near_torch(small(shape_of("phi3").with_attention(rope=rope)), most=most)
 
 
 def test_windows_of_a_mistral_are_seen() -> None:

@@ -11,7 +11,7 @@ from ostinato.backends.torch.ops.rope import cos_sin, rope_torch
 from ostinato.cache.kv_bytes import cell_bytes
 from ostinato.cache.state_run import Move, StateRun, StateSource
 from ostinato.errors import BadOption
-from ostinato.models.rope import Rope, frequencies_of
+from ostinato.models.rope import frequencies_of
 from ostinato.models.shape import Shape
 from ostinato.options import KVType
 from tests.random_model import attention_shape
@@ -21,7 +21,7 @@ TYPES: Sequence[KVType] = ("f32", "bf16", "f16", "q8_0")
 
 
 def store_of(shape: Shape, kv_type: KVType, *, streams: int = 1, cells: int = 8) -> KVStore:
-    ropes = {rope: torch.from_numpy(frequencies_of(rope)) for rope in shape.ropes if rope is not None}
+    ropes = {rope: torch.from_numpy(frequencies_of(rope)) for rope in shape.rope_kinds}
     return KVStore(shape, {0: cells, 1: cells}, kv_type, streams=streams, device=CPU, frequencies=ropes)
 
 
@@ -51,7 +51,7 @@ def test_rows_come_back_as_they_went_in_to_the_precision_of_their_type(
 def test_bytes_are_counted_as_the_tensors_take_them(shape: Shape, kv_type: KVType) -> None:
     store = store_of(shape, kv_type, streams=2, cells=8)
     taken = sum(part.nbytes for half in store.halves for part in half.parts)
-    assert taken == 2 * 2 * 8 * cell_bytes(shape, kv_type)
+    assert taken == 2 * 2 * 8 * cell_bytes(shape.attention[0], kv_type)
 
 
 def test_q8_0_refuses_heads_that_do_not_fill_its_blocks() -> None:
@@ -61,8 +61,7 @@ def test_q8_0_refuses_heads_that_do_not_fill_its_blocks() -> None:
 
 @pytest.mark.parametrize("kv_type", TYPES)
 def test_shifted_keys_are_those_of_the_new_position_and_values_never_turn(shape: Shape, kv_type: KVType) -> None:
-    rope = shape.ropes[0]
-    assert isinstance(rope, Rope)
+    (rope,) = shape.rope_kinds
 
     def at(position: int) -> torch.Tensor:
         cos, sin = cos_sin(rope, torch.tensor([position]), torch.from_numpy(frequencies_of(rope)))
@@ -95,7 +94,7 @@ def test_a_stream_is_copied_whole(shape: Shape) -> None:
 
 
 def test_states_begin_where_the_run_says_and_are_kept_by_plane() -> None:
-    store = StateStore(((3,), (2, 2)), [0], rows=4, planes=2, device=CPU)
+    store = StateStore({0: ((3,), (2, 2))}, rows=4, planes=2, device=CPU)
     first = (noise(2, 2, 3), noise(2, 2, 2, 2))
     store.commit(StateRun(head=1, count=2, starts=(None, None), moves=()), {0: first})
     run = StateRun(head=0, count=2, starts=(StateSource(2, 1), None), moves=(Move(1, 3),))

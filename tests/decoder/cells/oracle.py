@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.torch.model import Model
+from ostinato.models.blocks import Attention
 
 
 class Sight(NamedTuple):
@@ -64,7 +65,7 @@ class Truth:
         """The key of an entry as if it stood at the position of the sight, float64 [kv_heads, head_width]."""
         key = self.of(sight.entry).keys[layer].double()
         distance = sight.position - sight.entry.position
-        rope = self.model.shape.ropes[layer]
+        rope = self.model.shape.attention[layer].rope
         if rope is None or distance == 0:
             return key
         angles = distance * self.model.frequencies[rope][0].double()
@@ -112,8 +113,9 @@ class _Row:
     values: dict[int, Tensor] = field(default_factory=dict)
     kept: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> Tensor:
-        assert softcap is None
+    def attend(self, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        layer, scale = block.layer, block.shape.query_scale
+        assert block.shape.softcap is None
         self.keys[layer], self.values[layer] = k[0], v[0]
         sights = self._sights(layer)
         keys = torch.stack([*(self.truth.key(sight, layer) for sight in sights), k[0].double()])
@@ -124,15 +126,13 @@ class _Row:
         return (weights.unsqueeze(-1) * values).sum(0, keepdim=True).to(q.dtype)
 
     def _sights(self, layer: int) -> list[Sight]:
-        window, here = self.truth.model.shape.windows[layer], self.entry.position
+        window, here = self.truth.model.shape.attention[layer].window, self.entry.position
         among = self.entry.seen if window is None else self.entry.near
         return [sight for sight in among if here - sight.position < (math.inf if window is None else window)]
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
-        recurrent = self.truth.model.shape.recurrent
-        assert recurrent is not None
         if self.entry.before is None:
-            return tuple(torch.zeros(1, *size) for size in recurrent.states)
+            return tuple(torch.zeros(1, *size) for size in self.truth.model.shape.states[layer])
         return self.truth.of(self.entry.before).states[layer]
 
     def keep(self, layer: int, states: tuple[Tensor, ...]) -> None:
@@ -193,8 +193,8 @@ class Oracle:
         shape = model.shape
         self.truth = Truth(model)
         self.ids, self.unified = tuple(ids), unified
-        self.attends, self.recurs = shape.attention, shape.recurrent is not None
-        self.window = next((window for window in shape.windows if window is not None), None) if self.attends else None
+        self.attends, self.recurs = bool(shape.attention), bool(shape.recurrent)
+        self.window = next((one.window for one in shape.attention.values() if one.window is not None), None)
         self.of: dict[int, History] = {s: History() for s in ids}
         self._serial = count()
 

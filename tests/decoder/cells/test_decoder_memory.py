@@ -41,7 +41,7 @@ def text(n: int, seed: int = 0) -> list[int]:
 
 def test_memory_of_windowed_layers_is_bounded_by_the_window_however_long_the_context() -> None:  # SW-5, SW-6
     model = random_model("swa", n_vocab=N_VOCAB, hidden=32)
-    window = model.shape.windows[0]
+    window = model.shape.attention[0].window
     assert window is not None
     decoder = Decoder(model, n_ctx=2048, n_ubatch=64)
     tokens = text(900)

@@ -82,7 +82,7 @@ class CudaBackend:
             return None  # torch's own blocks encode, and no kernel of ours
         kv_type = kv_type_of(options, dtype_of(options, machine.kind))
         reason = why_not_blocks(shape) or why_not_kept("the GPU", self.kv_types, kv_type)
-        if reason is None and mode == "loop" and shape.recurrent is not None:
+        if reason is None and mode == "loop" and shape.recurrent:
             reason = WHY_NO_LOOP
         reason = reason or self.why_not_here(mode, machine)
         if reason is None and machine.chip is not None:
@@ -112,7 +112,7 @@ class CudaBackend:
     def open(self, model: ModelBlocks, settled: Settled, *, outbox_entries: int | None = None) -> Runner:
         if not model.shape.causal:
             raise Unsupported(f"{model.shape.family} is an encoder: it embeds text and generates none")
-        kind = FusedRunner if model.shape.recurrent is None else StaticRunner
+        kind = StaticRunner if model.shape.recurrent else FusedRunner
         return kind(model_of(model, settled), settled, outbox_entries=outbox_entries)
 
 
@@ -178,7 +178,7 @@ class StaticRunner(CudaRunner):
 
 def plain_layout(shape: Shape, options: LoadOptions) -> WeightLayout:
     """As the file has them, unless a dtype was asked for or the layers recur."""
-    return "packed" if options.dtype == "auto" and shape.recurrent is None else "dense"
+    return "packed" if options.dtype == "auto" and not shape.recurrent else "dense"
 
 
 def loader_of(settled: Settled) -> type[DenseLoader]:
@@ -206,12 +206,15 @@ def why_not_blocks(shape: Shape) -> str | None:
     """Why there are no kernels for a model's blocks; None where there are."""
     if not shape.causal:
         return f"{shape.family} is an encoder"
-    if shape.recurrent is not None and shape.experts is not None:
+    if shape.recurrent and shape.experts is not None:
         return f"{shape.family} has routed experts, and torch must ask the device which of them are chosen"
-    if shape.recurrent is None and shape.attention_gate:
-        return "gates on the output of attention"
-    if shape.attention and shape.head_width % 16:
-        return f"heads of width {shape.head_width}; the kernels need a multiple of 16"
+    for one in shape.attention.values():
+        if one.gated and not shape.recurrent:
+            return "gates on the output of attention"
+        if one.head_width % 16:
+            return f"heads of width {one.head_width}; the kernels need a multiple of 16"
+        if one.value_width != one.head_width:
+            return f"values of width {one.value_width} beside keys of {one.head_width}; the kernels need them alike"
     return None
 
 
@@ -223,7 +226,7 @@ def why_no_room(shape: Shape, tensors: HeaderTensors, kv_type: KVType, chip: Chi
 
     needed = {f"the product with {tensor.type} weights": least_bytes(tensor) for tensor in tensors.values()}
     if shape.attention:
-        width, item_bytes = padded_width(shape.head_width), 4 if kv_type == "f32" else 2
+        width, item_bytes = padded_width(shape.widest(lambda a: a.head_width)), 4 if kv_type == "f32" else 2
         block = chunk_block(chip, width, item_bytes)
         needed[f"the prompt's attention over {kv_type}"] = chunk_bytes(width, item_bytes, block, 1)
     name = max(needed, key=lambda one: needed[one])
@@ -252,7 +255,7 @@ def why_driver_has_no_while(version: int | None) -> str | None:
 def rows_beside_weights(shape: Shape, settled: Settled) -> tuple[MemoryRow, ...]:
     # Rows are normed in float32 and multiplied in the model's type (outputs.py); recurrent models take torch's way.
     beside_logits = shape.hidden * (FLOAT_BYTES + ITEM_BYTES[settled.dtype])
-    fused = shape.recurrent is None
+    fused = not shape.recurrent
     return (
         *shared_rows(shape, settled, spare_states=SPARE_STATES),
         MemoryRow("step buffers", _step_bytes(shape, settled)),
@@ -274,8 +277,8 @@ def _step_bytes(shape: Shape, settled: Settled) -> int:
 
 def _workspace_bytes(shape: Shape, settled: Settled) -> int:
     """What kernels keep between their parts, and what the libraries take for themselves."""
-    per_cut = (shape.head_width + 2) * FLOAT_BYTES
-    attention = settled.n_slots * shape.n_heads * ATTENTION_CUTS * per_cut if shape.attention else 0
+    per_slot = shape.widest(lambda a: a.n_heads * (a.value_width + 2))
+    attention = settled.n_slots * ATTENTION_CUTS * per_slot * FLOAT_BYTES
     sampler = int(SAMPLER_COPIES * settled.n_slots * shape.vocab * FLOAT_BYTES)
     return attention + sampler + GPU_LIBRARIES
 

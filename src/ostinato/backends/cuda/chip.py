@@ -56,11 +56,14 @@ def chunk_block(chip: Chip, width: int, item_bytes: int) -> int:
 
 def other_cut(shape: Shape, kv_type: KVType, chip: Chip | None) -> str | None:
     """What is summed in another order on a chip than where the kernels were tuned; None where nothing is."""
-    if chip is None or not shape.attention:
+    if chip is None:
         return None
-    width, item_bytes = padded_width(shape.head_width), 4 if kv_type == "f32" else 2
-    block = chunk_block(chip, width, item_bytes)
-    return None if block == chunk_block(TUNED, width, item_bytes) else f"prompt attention by {block}"
+    item_bytes = 4 if kv_type == "f32" else 2
+    for width in sorted({padded_width(one.head_width) for one in shape.attention.values()}):
+        block = chunk_block(chip, width, item_bytes)
+        if block != chunk_block(TUNED, width, item_bytes):
+            return f"prompt attention by {block}"
+    return None
 
 
 def padded_width(width: int) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ostinato.backends.base import CHUNK_ROWS, ChunkOutput, ChunkPart, ChunkWant, output_rows
 from ostinato.backends.cuda.outputs import ChunkOutputs
-from ostinato.backends.cuda.plan import flat, heads_of, paged_kv_of, rows_normed
+from ostinato.backends.cuda.plan import columns, flat, heads_of, paged_kv_of, plain_layer, rows_normed
 from ostinato.backends.cuda.scratch import Scratch
 from ostinato.backends.torch.allocate import pinned_zeros, zeros
 from ostinato.backends.torch.first_token import FirstToken
@@ -32,9 +32,10 @@ from ostinato.backends.torch.ops.chunk_attention import Chunk, chunk_tables
 from ostinato.backends.torch.ops.matmul import n_stats
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.weight import Weight
+from ostinato.backends.weights import shape_of
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables
-from ostinato.models.blocks import MLP, Experts, GatedMLP, Layer, Linear, Norm, PlainMLP
+from ostinato.models.blocks import MLP, Attention, Experts, GatedMLP, Layer, Linear, Norm, PlainMLP
 from ostinato.models.shape import Shape
 
 BUCKETS: Final = (64, 128, 256, CHUNK_ROWS["cuda"])
@@ -78,13 +79,12 @@ class FusedChunks:
         self._chunks = [Chunk(*of_rows, brought.pages[:, group], brought.rope_set) for group in range(n_groups)]
 
         wide = model.dtype if model.dtype == torch.float32 else torch.bfloat16
-        n_qkv = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_width
         self._x, self._y = made(most, shape.hidden), made(most, shape.hidden)
         self._h = made(most, shape.hidden, dtype=wide)
-        self._qkv = made(most, n_qkv, dtype=wide)
-        self._q = made(most, shape.n_heads, shape.head_width, dtype=wide)
-        self._attended = made(most, shape.n_heads * shape.head_width, dtype=wide)
-        inner = 1 if shape.experts is not None and not shape.experts.dense_layers else shape.ff_width
+        self._qkv = made(most, max(1, shape.widest(lambda a: a.qkv_width)), dtype=wide)
+        self._q = made(most, max(1, shape.widest(lambda a: a.n_heads * a.head_width)), dtype=wide)
+        self._attended = made(most, max(1, shape.widest(lambda a: a.out_width)), dtype=wide)
+        inner = 1 if shape.experts is not None and not shape.experts.dense_layers else max(1, shape.widest_ff)
         self._inner = made(most, 2 * inner, dtype=wide)
         self._act = made(most, inner, dtype=wide)
         self._stats = made(most, n_stats(shape.hidden), 2)  # which the embedding leaves, and prompts need not
@@ -175,8 +175,7 @@ class FusedChunks:
     def _bound(self, rows: int) -> list[Launch]:
         launches: list[Launch] = [self._embedding(rows)]
         for number, layer in enumerate(self._model.layers):
-            assert isinstance(layer, Layer)
-            launches += self._layer(number, layer, rows)
+            launches += self._layer(number, plain_layer(layer), rows)
         return launches
 
     def _embedding(self, rows: int) -> Launch:
@@ -196,49 +195,66 @@ class FusedChunks:
         return torch.full((1,), rows, dtype=torch.int32, device=self._model.device)
 
     def _layer(self, number: int, layer: Layer, rows: int) -> list[Launch]:
-        kernels, attention = self._kernels, layer.attention
-        heads, kv = heads_of(self._model, number), paged_kv_of(self._memory, number)
-        qkv, q, attended = self._qkv[:rows], self._q[:rows], self._attended[:rows]
-        chunk = self._chunks[self._memory.group_of[number]]
+        attention, mlp = layer.attention, layer.mlp
+        if attention is None:
+            return [] if mlp is None else self._mlp(number, mlp, layer.mlp_norm, layer.after_mlp, rows)
         norm, given = self._normed(layer.attention_norm, rows)
-        attend = [
+        into = [*norm, self._product(given, attention.qkv, self._qkv_of(attention, rows))]
+        attend = self._attention(attention, layer.after_attention, rows)
+        if mlp is None:
+            return [*into, *attend]
+        if not layer.parallel:
+            return [*into, *attend, *self._mlp(number, mlp, layer.mlp_norm, layer.after_mlp, rows)]
+        # The feed-forward block takes in the row before attention adds to it.
+        assert isinstance(mlp, GatedMLP | PlainMLP)
+        own_norm, given = ([], given) if layer.mlp_norm is None else self._normed(layer.mlp_norm, rows)
+        first, last = self._into(mlp, given, *self._between(mlp, rows)), self._out_of(mlp, None, rows)
+        return [*into, *own_norm, *first, *attend, *last]
+
+    def _qkv_of(self, attention: Attention, rows: int) -> Tensor:
+        return columns(self._qkv[:rows], attention.shape.qkv_width)
+
+    def _attention(self, attention: Attention, after: Norm | None, rows: int) -> list[Launch]:
+        kernels, number, s = self._kernels, attention.layer, attention.shape
+        heads, kv = heads_of(self._model, attention), paged_kv_of(self._memory, number)
+        qkv, attended = self._qkv_of(attention, rows), columns(self._attended[:rows], s.out_width)
+        q = columns(self._q[:rows], s.n_heads * s.head_width).view(rows, s.n_heads, s.head_width)
+        chunk = self._chunks[self._memory.group_of[number]]
+        return [
             *(
                 kernels.norm(own := qkv[:, at], own, n.weight, n.bias, n.eps)
                 for at, n in rows_normed(attention).values()
             ),
             kernels.append_chunk(qkv, q, kv, chunk, heads),
             kernels.attend_chunk(q, attended, kv, chunk, heads),
-            *self._into_residual(attended, attention.out, layer.after_attention, rows),
+            *self._into_residual(attended, attention.out, after, rows),
         ]
-        into = [*norm, self._product(given, attention.qkv, qkv)]
-        if self._model.shape.parallel:
-            # The feed-forward block takes in the row before attention adds to it.
-            own_norm, given = ([], given) if layer.mlp_norm is None else self._normed(layer.mlp_norm, rows)
-            inner, act = self._inner[:rows], self._act[:rows]
-            first, last = self._into(layer.mlp, given, inner, act), self._into_residual(act, layer.mlp.down, None, rows)
-            return [*into, *own_norm, *first, *attend, *last]
-        return [*into, *attend, *self._mlp(number, layer, rows)]
 
-    def _mlp(self, number: int, layer: Layer, rows: int) -> list[Launch]:
-        mlp = layer.mlp
-        norm, given = self._normed(layer.mlp_norm, rows)
+    def _mlp(self, number: int, mlp: MLP, before: Norm | None, after: Norm | None, rows: int) -> list[Launch]:
+        norm, given = self._normed(before, rows)
         if isinstance(mlp, Experts):
-            return [*norm, *self._experts(number, layer, mlp, given, rows)]
-        inner, act = self._inner[:rows], self._act[:rows]
-        down = self._into_residual(act, mlp.down, layer.after_mlp, rows)
-        return [*norm, *self._into(mlp, given, inner, act), *down]
+            return [*norm, *self._experts(number, after, mlp, given, rows)]
+        return [*norm, *self._into(mlp, given, *self._between(mlp, rows)), *self._out_of(mlp, after, rows)]
+
+    def _between(self, mlp: GatedMLP | PlainMLP, rows: int) -> tuple[Tensor, Tensor]:
+        """Where a block leaves its first product, and what the last one takes in."""
+        return self._inner[:rows], columns(self._act[:rows], shape_of(mlp.down.weight)[1])
+
+    def _out_of(self, mlp: GatedMLP | PlainMLP, after: Norm | None, rows: int) -> list[Launch]:
+        return self._into_residual(self._between(mlp, rows)[1], mlp.down, after, rows)
 
     def _into(self, mlp: MLP, given: Tensor, inner: Tensor, act: Tensor) -> list[Launch]:
         """A feed-forward block up to its activation."""
         match mlp:
             case GatedMLP():
+                inner = columns(inner, 2 * act.shape[1])
                 return [self._product(given, mlp.gate_up, inner), self._kernels.gated(inner, act, mlp.activation)]
             case PlainMLP():
-                inner = inner.flatten()[: act.numel()].view(act.shape)
+                inner = columns(inner, act.shape[1])
                 return [self._product(given, mlp.up, inner), self._kernels.activate(inner, act, mlp.activation)]
         raise InternalError(f"a feed-forward block of kind {type(mlp).__name__} has no kernels")
 
-    def _experts(self, number: int, layer: Layer, mlp: Experts, h: Tensor, rows: int) -> list[Launch]:
+    def _experts(self, number: int, after: Norm | None, mlp: Experts, h: Tensor, rows: int) -> list[Launch]:
         """Each row through its own experts, by the step's kernels, which serve rows of a prompt too."""
         kernels, x, y, routed = self._kernels, self._x[:rows], self._y[:rows], self._routed
         assert routed is not None
@@ -262,8 +278,8 @@ class FusedChunks:
             launches += [lambda: narrow.copy_(sums), self._product(narrow, mlp.out_of_latent, y)]
         if mlp.shared is not None:
             launches += self._beside_experts(mlp.shared, h, routed, rows, gated=shape.shared_gate)
-        if layer.after_mlp is not None:
-            launches.append(self._after(layer.after_mlp, y))
+        if after is not None:
+            launches.append(self._after(after, y))
         return [*launches, lambda: x.add_(y)]
 
     def _beside_experts(

@@ -30,7 +30,7 @@ from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import InternalError
 from ostinato.loop.layout import SampledRows, Tables
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
-from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear, Norm, PlainMLP
+from ostinato.models.blocks import AnyLayer, Attention, Experts, GatedMLP, Layer, Linear, Norm, PlainMLP
 from ostinato.models.shape import ExpertShape, Shape
 
 
@@ -81,9 +81,9 @@ class StepBuffers:
             x=rows(s.hidden),
             stats=rows(n_stats(s.hidden), 2),
             h=rows(s.hidden, dtype=torch.bfloat16),
-            qkv=rows((s.n_heads + 2 * s.n_kv_heads) * s.head_width),
-            attended=rows(s.n_heads * s.head_width),
-            act=rows(s.ff_width),
+            qkv=rows(max(1, s.widest(lambda a: a.qkv_width))),
+            attended=rows(max(1, s.widest(lambda a: a.out_width))),
+            act=rows(max(1, s.widest_ff)),
             y=rows(s.hidden),
             y_stats=rows(n_stats(s.hidden), 2),
             scores=rows(experts.n_scores),
@@ -130,7 +130,9 @@ class FusedPlan:
             **self.step.named,
         }
         self._nodes: list[Node] = []
-        workspace = kernels.attend_workspace(self._n_slots, heads_of(model, 0), model.device)
+        attending = [layer.attention for layer in map(plain_layer, model.layers) if layer.attention is not None]
+        self._heads = {attention.layer: heads_of(model, attention) for attention in attending}
+        workspace = kernels.attend_workspace(self._n_slots, [*self._heads.values()], model.device)
         self._workspace = workspace
         self._sample_workspace = kernels.sample_workspace(self._n_slots, model.shape.vocab, model.device)
         for owner, made in (("attend", workspace), ("sample", self._sample_workspace)):
@@ -141,8 +143,7 @@ class FusedPlan:
         """All nodes of the step, in order."""
         self._embed()
         for number, layer in enumerate(self._model.layers):
-            assert isinstance(layer, Layer)
-            self._layer(number, layer)
+            self._layer(number, plain_layer(layer))
         self._head()
         self._sample()
         named = [Buffer.of(name, tensor) for name, tensor in self._buffers.items()]
@@ -193,45 +194,56 @@ class FusedPlan:
         self._add("embed", "embed", run, (), ("x", *self._beside_x))
 
     def _layer(self, number: int, layer: Layer) -> None:
-        s, at = self.step, f"layer.{number}"
-        attention = layer.attention
-        given, norm = self._normed(layer.attention_norm)
-        self._product(f"{at}.qkv", "qkv", given, attention.qkv, s.qkv, norm=norm)
-        if self._model.shape.parallel:
-            # Before attention adds to the row that both take in. A norm of its own finds no row weighted ahead for it.
-            assert isinstance(layer.mlp, GatedMLP | PlainMLP)
-            own = layer.mlp_norm
-            self._inner(at, layer.mlp, *((given, norm) if own is None else (s.x, self._whole_norm(own))), s.act)
-            self._attend(f"{at}.attend", attention, number)
-            self._into_residual(f"{at}.out", "out", s.attended, attention.out, None, None)
-            self._into_residual(f"{at}.down", "down", s.act, layer.mlp.down, None, self._next_norm(number))
+        attention, mlp, at, following = layer.attention, layer.mlp, f"layer.{number}", self._next_norm(number)
+        if attention is None:
+            self._mlp(number, layer, following)
             return
-        self._attend(f"{at}.attend", attention, number)
-        self._into_residual(f"{at}.out", "out", s.attended, attention.out, layer.after_attention, layer.mlp_norm)
-        self._mlp(number, layer, self._next_norm(number))
+        qkv = columns(self.step.qkv, attention.shape.qkv_width)
+        attended = columns(self.step.attended, attention.shape.out_width)
+        given, norm = self._normed(layer.attention_norm)
+        self._product(f"{at}.qkv", "qkv", given, attention.qkv, qkv, norm=norm)
+        if layer.parallel:
+            # Before attention adds to the row that both take in. A norm of its own finds no row weighted ahead for it.
+            assert isinstance(mlp, GatedMLP | PlainMLP)
+            own, act = layer.mlp_norm, self._act_of(mlp)
+            self._inner(at, mlp, *((given, norm) if own is None else (self.step.x, self._whole_norm(own))), act)
+            self._attend(f"{at}.attend", attention, qkv, attended)
+            self._into_residual(f"{at}.out", "out", attended, attention.out, None, None)
+            self._into_residual(f"{at}.down", "down", act, mlp.down, None, following)
+            return
+        self._attend(f"{at}.attend", attention, qkv, attended)
+        then = following if mlp is None else layer.mlp_norm
+        self._into_residual(f"{at}.out", "out", attended, attention.out, layer.after_attention, then)
+        self._mlp(number, layer, following)
 
-    def _attend(self, name: str, attention: Attention, number: int) -> None:
-        s = self.step
+    def _attend(self, name: str, attention: Attention, qkv: Tensor, attended: Tensor) -> None:
+        number = attention.layer
         names = {name: kept for name, kept in self._kept.items() if name.startswith(f"memory.{number}.")}
         self._buffers |= names
-        for part, (columns, norm) in rows_normed(attention).items():
-            own = s.qkv[:, columns]
+        for part, (place, norm) in rows_normed(attention).items():
+            own = qkv[:, place]
             run = self._kernels.norm(own, own, norm.weight, norm.bias, norm.eps, self._n_rows)
             self._add(f"{name}.{part}_norm", "norm", run, ("qkv",), ("qkv",), {f"{name}.{part}_norm": norm.weight})
         kv = paged_kv_of(self._memory, number)
         rows = StepRows.of(self._table, self._memory.group_of[number])
-        run = self._kernels.attend(s.qkv, s.attended, kv, rows, heads_of(self._model, number), self._workspace)
+        run = self._kernels.attend(qkv, attended, kv, rows, self._heads[number], self._workspace)
         scratch = tuple(name for name in self._buffers if name.startswith("attend.workspace"))
         self._add(name, "attend", run, ("qkv", *names, *scratch), ("attended", *names, *scratch))
 
     def _mlp(self, number: int, layer: Layer, following: Norm | None) -> None:
         mlp, at = layer.mlp, f"layer.{number}"
+        if mlp is None:
+            return
         given, norm = self._normed(layer.mlp_norm)
         if isinstance(mlp, Experts):
             self._experts(number, layer, mlp, given, norm, following)
             return
-        self._inner(at, mlp, given, norm, self.step.act)
-        self._into_residual(f"{at}.down", "down", self.step.act, mlp.down, layer.after_mlp, following)
+        act = self._act_of(mlp)
+        self._inner(at, mlp, given, norm, act)
+        self._into_residual(f"{at}.down", "down", act, mlp.down, layer.after_mlp, following)
+
+    def _act_of(self, mlp: GatedMLP | PlainMLP) -> Tensor:
+        return columns(self.step.act, shape_of(mlp.down.weight)[1])
 
     def _inner(self, at: str, mlp: GatedMLP | PlainMLP, given: Tensor, norm: InputNorm | None, out: Tensor) -> None:
         """A feed-forward block up to its activation."""
@@ -368,19 +380,20 @@ class FusedPlan:
         self._add(name, kind, run, tuple(reads), tuple(writes), {name: linear})
 
     def _name_of(self, buffer: Tensor) -> str:
-        return next(name for name, tensor in self._buffers.items() if tensor is buffer)
+        """Of a buffer, or of the first columns of one."""
+        return next(name for name, tensor in self._buffers.items() if tensor.data_ptr() == buffer.data_ptr())
 
     # Norms: of partial sums, and where products are bfloat16 of an input that its writer has weighted already
 
     def _next_norm(self, number: int) -> Norm | None:
         """The norm that comes after this layer, or after the embedding (-1)."""
         model = self._model
-        if number + 1 == len(model.layers):
-            assert model.norm is not None
-            return model.norm
-        layer = model.layers[number + 1]
-        assert isinstance(layer, Layer)
-        return layer.attention_norm
+        for layer in model.layers[number + 1 :]:
+            if layer.attention is not None:
+                return layer.attention_norm
+            if layer.mlp is not None:
+                return layer.mlp_norm
+        return model.norm
 
     def _prepared(self, norm: Norm | None) -> PreparedInput | None:
         return PreparedInput(self.step.h, norm.weight) if norm is not None and self._weights_ahead(norm) else None
@@ -405,28 +418,37 @@ class FusedPlan:
         return ("stats", "h") if self._model.dtype == torch.bfloat16 else ("stats",)
 
 
-def heads_of(model: Model, number: int) -> Heads:
+def plain_layer(layer: AnyLayer) -> Layer:
+    """A layer as the fused kernels take it: norms before its halves, and no mixer."""
+    if not isinstance(layer, Layer) or layer.mixer is not None:
+        raise InternalError(f"a GPU's kernels were given a layer of kind {type(layer).__name__} that they do not know")
+    return layer
+
+
+def columns(buffer: Tensor, width: int) -> Tensor:
+    """Rows of this width, one after the other, in the memory of a buffer whose rows are as wide or wider."""
+    return buffer if width == buffer.shape[1] else buffer.view(-1)[: len(buffer) * width].view(len(buffer), width)
+
+
+def heads_of(model: Model, attention: Attention) -> Heads:
     """How a layer attends."""
-    shape, layer = model.shape, model.layers[number]
-    assert isinstance(layer, Layer)
-    rope = shape.ropes[number]
-    q_norm, k_norm = layer.attention.q_norm, layer.attention.k_norm
-    if rows_normed(layer.attention):  # before the heads are apart
+    s, rope, q_norm, k_norm = attention.shape, attention.shape.rope, attention.q_norm, attention.k_norm
+    if rows_normed(attention):  # before the heads are apart
         q_norm, k_norm = None, None
     return Heads(
-        n_heads=shape.n_heads,
-        n_kv_heads=shape.n_kv_heads,
-        head_width=shape.head_width,
-        scale=shape.query_scale,
-        softcap=shape.attention_softcap,
-        window=shape.windows[number],
+        n_heads=s.n_heads,
+        n_kv_heads=s.n_kv_heads,
+        head_width=s.head_width,
+        scale=s.query_scale,
+        softcap=s.softcap,
+        window=s.window,
         frequencies=None if rope is None else model.frequencies[rope],
         amplitude=1.0 if rope is None else rope.amplitude,
         pairing="halves" if rope is None else rope.pairing,
         q_norm=None if q_norm is None else q_norm.weight,
         k_norm=None if k_norm is None else k_norm.weight,
-        norm_eps=shape.norm_eps if q_norm is None else q_norm.eps,
-        norm_last=shape.qk_norm == "after_rope",
+        norm_eps=model.shape.norm_eps if q_norm is None else q_norm.eps,
+        norm_last=s.qk_norm == "after_rope",
     )
 
 
@@ -435,7 +457,7 @@ def rows_normed(attention: Attention) -> dict[str, tuple[slice, Norm]]:
     shape = attention.shape
     if shape.qk_norm != "rows" or attention.q_norm is None or attention.k_norm is None:
         return {}
-    n_queries, n_keys = shape.n_heads * shape.head_width, shape.n_kv_heads * shape.head_width
+    n_queries, n_keys, _ = shape.qkv_widths
     return {
         "q": (slice(n_queries), attention.q_norm),
         "k": (slice(n_queries, n_queries + n_keys), attention.k_norm),

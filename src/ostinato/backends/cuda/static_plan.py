@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.cuda.backend import SPARE_STATES
-from ostinato.backends.cuda.plan import paged_kv_of
+from ostinato.backends.cuda.plan import columns, paged_kv_of
 from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.kernels import Kernels, Launch
 from ostinato.backends.torch.model import Model
@@ -27,7 +27,7 @@ from ostinato.backends.torch.plan import BlockStep, tensors_of
 from ostinato.backends.torch.weight import rows_of
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Arena, SampledRows, Tables
-from ostinato.models.blocks import AnyLayer
+from ostinato.models.blocks import AnyLayer, Attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +44,23 @@ class StepAttention:
     def of(model: Model, memory: PagedMemory, table: Arena, kernels: Kernels) -> StepAttention:
         s, device = model.shape, model.device
         heads = {
-            layer: Heads(s.n_heads, s.n_kv_heads, s.head_width, s.query_scale, s.attention_softcap, s.windows[layer])
-            for layer in range(s.n_layers)
+            layer: Heads(one.n_heads, one.n_kv_heads, one.head_width, one.query_scale, one.softcap, one.window)
+            for layer, one in s.attention.items()
         }
-        rows = [StepRows.of(table, group) for group in memory.group_of]
-        n_slots = rows[0].n_slots
-        qkv = zeros((n_slots, heads[0].n_columns), torch.float32, device)
-        attended = zeros((n_slots, s.n_heads * s.head_width), torch.float32, device)
-        workspace = kernels.attend_workspace(n_slots, heads[0], device)
+        rows = {layer: StepRows.of(table, group) for layer, group in memory.group_of.items()}
+        n_slots = StepRows.of(table).n_slots
+        qkv = zeros((n_slots, s.widest(lambda a: a.qkv_width)), torch.float32, device)
+        attended = zeros((n_slots, s.widest(lambda a: a.out_width)), torch.float32, device)
+        workspace = kernels.attend_workspace(n_slots, list(heads.values()), device)
         launches = {
-            layer: kernels.attend(qkv, attended, paged_kv_of(memory, layer), rows[layer], how, workspace)
+            layer: kernels.attend(
+                columns(qkv, how.n_columns),
+                columns(attended, how.n_heads * how.head_width),
+                paged_kv_of(memory, layer),
+                rows[layer],
+                how,
+                workspace,
+            )
             for layer, how in heads.items()
         }
         return StepAttention(heads, launches, qkv, attended, workspace)
@@ -75,14 +82,13 @@ class StepMemory:
     attention: StepAttention | None
     n_planes: int = 1
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> Tensor:
+    def attend(self, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         attention = self.attention
         assert attention is not None
-        heads = attention.heads[layer]
-        assert (scale, softcap) == (heads.scale, heads.softcap), "the kernel was bound to others"
-        attention.qkv.copy_(torch.cat((q, k, v), 1).flatten(1))
-        attention.launches[layer]()
-        return attention.attended.view(q.shape).to(q.dtype)
+        heads = attention.heads[block.layer]
+        columns(attention.qkv, heads.n_columns).copy_(torch.cat((q, k, v), 1).flatten(1))
+        attention.launches[block.layer]()
+        return columns(attention.attended, q[0].numel()).view(q.shape).to(q.dtype)
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
         return tuple(state[:, 0].index_select(0, self.from_row) for state in self.kept[layer])

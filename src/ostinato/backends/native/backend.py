@@ -155,17 +155,22 @@ class NativeRunner(Runner):
 
 def why_not_blocks(shape: Shape) -> str | None:
     """Why the native loop cannot express a model; None where it can."""
+    odd = {one.head_width for one in shape.attention.values() if one.head_width % HEAD_LANES}
     checks = (
         (
-            bool(shape.attention and shape.head_width % HEAD_LANES),
-            f"the native loop wants heads whose width is a multiple of {HEAD_LANES}, and this model's is "
-            f"{shape.head_width}",
+            any(one.value_width != one.head_width for one in shape.attention.values()),
+            "the native loop wants values as wide as keys",
         ),
         (
-            not isinstance(shape.recurrent, MambaShape | Mamba2Shape | None),
+            bool(odd),
+            f"the native loop wants heads whose width is a multiple of {HEAD_LANES}, and this model's is "
+            f"{min(odd, default=0)}",
+        ),
+        (
+            not all(isinstance(one, MambaShape | Mamba2Shape) for one in shape.recurrent.values()),
             "of recurrent blocks the native loop has those of mamba and mamba2",
         ),
-        (shape.attention_gate, "the native loop has no gates on the output of attention"),
+        (any(one.gated for one in shape.attention.values()), "the native loop has no gates on the output of attention"),
         (
             shape.experts is not None and (shape.experts.latent_width or 0) > shape.hidden,
             "the native loop wants experts' latent space to be no wider than the model",
@@ -177,12 +182,11 @@ def why_not_blocks(shape: Shape) -> str | None:
 def _workspace_bytes(shape: Shape, settled: Settled, chunk_rows: int) -> int:
     """The native loop's activations of a chunk's rows in a layer, and its sampler's lists."""
     rows = max(settled.n_slots, chunk_rows)
-    heads = shape.n_heads * shape.head_width
-    qkv = heads + 2 * shape.n_kv_heads * shape.head_width
+    heads, qkv = shape.widest(lambda a: a.out_width), shape.widest(lambda a: a.qkv_width)
     experts = shape.experts
-    n_used, ff = 1, shape.ff_width
+    n_used, ff = 1, shape.widest_ff
     if experts is not None:
-        n_used, ff = experts.n_used, max(shape.ff_width, experts.ff_width, experts.shared_width)
+        n_used, ff = experts.n_used, max(shape.widest_ff, experts.ff_width, experts.shared_width)
     inner, recurrent_bytes = _recurrent_row(shape)
     widest = max(shape.hidden, heads, ff, inner)
     row_bytes = FLOAT_BYTES * (2 * shape.hidden + max(shape.hidden, heads, inner) + qkv + heads + 2 * n_used * ff)
@@ -198,16 +202,18 @@ def _workspace_bytes(shape: Shape, settled: Settled, chunk_rows: int) -> int:
 
 def _recurrent_row(shape: Shape) -> tuple[int, int]:
     """Of a row in a recurrent block: the channels that are scanned, and the bytes of what it keeps until its end."""
-    match shape.recurrent:
-        case None:
-            return 0, 0
-        case MambaShape() as mamba:
-            inner, own = mamba.inner, 4 * mamba.inner + mamba.dt_rank + 2 * mamba.state
-        case Mamba2Shape() as mamba2:
-            inner, own = mamba2.inner, mamba2.inner + 2 * mamba2.conv_width + 3 * mamba2.n_heads
-        case other:
-            raise InternalError(f"the workspace of {other} is not counted")
-    return inner, FLOAT_BYTES * (own + (shape.hidden if shape.attention else 0))
+    inner = own = 0
+    for recurrent in shape.recurrent.values():
+        match recurrent:
+            case MambaShape(inner=channels):
+                kept = 4 * channels + recurrent.dt_rank + 2 * recurrent.state
+            case Mamba2Shape(inner=channels):
+                kept = channels + 2 * recurrent.conv_width + 3 * recurrent.n_heads
+            case other:
+                raise InternalError(f"the workspace of {other} is not counted")
+        inner, own = max(inner, channels), max(own, kept)
+    beside = shape.recurrent.keys() & shape.attention.keys()
+    return inner, FLOAT_BYTES * (own + (shape.hidden if beside else 0))
 
 
 NATIVE: Final = NativeBackend()

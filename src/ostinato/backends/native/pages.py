@@ -11,12 +11,12 @@ import numpy as np
 
 from ostinato.backends.native.streamed import grown_zeros
 from ostinato.cache.groups import PageGroup, group_of_layer
-from ostinato.cache.kv_bytes import KV_FORMATS, check_kv_width
+from ostinato.cache.kv_bytes import KV_FORMATS, check_kv_widths
 from ostinato.loop.memory import host_zeros
 from ostinato.options import KVType
 
 if TYPE_CHECKING:
-    from ostinato.models.shape import Shape
+    from ostinato.models.shape import AttentionShape, Shape, States
 
 PAGE_TOKENS: Final = 16
 
@@ -46,20 +46,19 @@ class NativePages:
     """The pages of every layer with attention, and the states of every recurrent one; bfloat16 is kept as its bits."""
 
     kv_type: KVType
-    layers: Mapping[int, LayerPages]
-    group_of: tuple[int, ...]  # for each layer, the number of its page table
+    layers: Mapping[int, LayerPages]  # of those that attend
+    group_of: Mapping[int, int]  # for each of them, the number of its page table
     # float32 [slots, ...] of each state of a layer, its last two sizes the other way round than `Shape` states them
     states: Mapping[int, tuple[np.ndarray, ...]]
 
     @staticmethod
     def of(shape: Shape, groups: Sequence[PageGroup], *, n_slots: int, kv_type: KVType) -> NativePages:
-        if shape.attention:
-            check_kv_width(kv_type, shape.head_width)
-        width, group_of = shape.head_width, group_of_layer(groups)
-        blocks, kind = KV_FORMATS[kv_type].n_scales(width), KV_TYPES[kv_type]
+        check_kv_widths(kv_type, shape)
+        group_of, kind = group_of_layer(groups), KV_TYPES[kv_type]
 
-        def layer(n_pages: int) -> LayerPages:
-            heads = n_pages, shape.n_kv_heads
+        def layer(n_pages: int, attention: AttentionShape) -> LayerPages:
+            heads, width = (n_pages, attention.n_kv_heads), attention.head_width
+            blocks = KV_FORMATS[kv_type].n_scales(width)
             return LayerPages(
                 grown_zeros((*heads, width, PAGE_TOKENS), kind),
                 grown_zeros((*heads, PAGE_TOKENS, width), kind),
@@ -67,10 +66,12 @@ class NativePages:
                 host_zeros((*heads, PAGE_TOKENS, blocks), np.float16),
             )
 
-        every = enumerate(group_of) if shape.attention else ()
-        layers = {number: layer(groups[group].n_pages) for number, group in every}
-        states = {}
-        if shape.recurrent is not None:
-            sizes = [(n_slots, *outer, last, channels) for *outer, channels, last in shape.recurrent.states]
-            states = {i: tuple(grown_zeros(size, np.float32) for size in sizes) for i in range(shape.n_layers)}
+        attention = shape.attention
+        layers = {number: layer(groups[group].n_pages, attention[number]) for number, group in group_of.items()}
+
+        def states_of(sizes: States) -> tuple[np.ndarray, ...]:
+            turned = [(n_slots, *outer, last, channels) for *outer, channels, last in sizes]
+            return tuple(grown_zeros(size, np.float32) for size in turned)
+
+        states = {number: states_of(sizes) for number, sizes in shape.states.items()}
         return NativePages(kv_type, layers, group_of, states)

@@ -29,7 +29,6 @@ from ostinato.models.blocks import (
     Attention,
     Experts,
     GatedMLP,
-    HybridLayer,
     Layer,
     Linear,
     Mamba2Mixer,
@@ -39,7 +38,6 @@ from ostinato.models.blocks import (
     Norm,
     PlainMLP,
     PostNormLayer,
-    RecurrentLayer,
 )
 from ostinato.models.rope import Rope
 from ostinato.models.shape import ExpertGroups, ExpertShape, QKNorm, Shape
@@ -96,9 +94,9 @@ class _Layer(Structure):
         *((name, _Product) for name in ("shared_gate_up", "shared_down", "into_latent", "out_of_latent")),
         *((name, c_void_p) for name in ("experts", "choice_bias", "mixer")),
         ("cache", _Cache),
-        *((name, c_int) for name in ("window", "rope", "ff_width", "group", "gated", "attends", "has_mlp")),
-        *((name, c_int) for name in ("qk_norm", "parallel")),
-        ("attention_scale", c_float),
+        *((name, c_int) for name in ("window", "rope", "ff_width", "group", "gated")),
+        *((name, c_int) for name in ("qk_norm", "parallel", "n_heads", "n_kv_heads", "head_width")),
+        *((name, c_float) for name in ("query_scale", "softcap", "attention_scale")),
     )
 
 
@@ -162,13 +160,13 @@ class _Plan(Structure):
         ("embedding", TileMatrixStruct),
         ("head", _Product),
         *((name, c_void_p) for name in ("logits", "last", "scratch")),
-        *((name, c_int) for name in ("n_layers", "n_ropes", "hidden", "n_heads", "n_kv_heads", "head_width")),
+        *((name, c_int) for name in ("n_layers", "n_ropes", "hidden")),
         *((name, c_int) for name in ("widest_ff", "shared_width", "shared_gate", "latent_width")),
         *((name, c_int) for name in ("activation", "kept", "wide")),
         *((name, c_int) for name in ("n_threads", "n_slots", "max_pages", "most_rows", "n_tokens", "wake")),
         ("router", RouterStruct),
         ("causal", c_int),
-        *((name, c_float) for name in ("query_scale", "attention_softcap", "logit_softcap", "embedding_scale")),
+        *((name, c_float) for name in ("logit_softcap", "embedding_scale")),
     )
 
 
@@ -195,7 +193,7 @@ class NativeStep:
         self.chunk_rows = chunk_rows(model.shape, tables.layout.max_pages * PAGE_TOKENS)
         self.threads, self.vocab, self.hidden = threads, model.shape.vocab, model.shape.hidden
         self.n_segments = 1 if model.type_embedding is None else len(model.type_embedding)
-        self.causal, self.recurs = model.shape.causal, model.shape.recurrent is not None
+        self.causal, self.recurs = model.shape.causal, bool(model.shape.recurrent)
         self.n_groups = tables.layout.n_groups
         self.n_positions = tables.layout.max_pages * PAGE_TOKENS
         if model.position_embedding is not None:
@@ -287,10 +285,7 @@ class NativeStep:
             n_layers=shape.n_layers,
             n_ropes=len(ropes),
             hidden=shape.hidden,
-            n_heads=shape.n_heads,
-            n_kv_heads=shape.n_kv_heads,
-            head_width=shape.head_width,
-            widest_ff=max(shape.ff_width, *((0,) if experts is None else (experts.ff_width, experts.shared_width))),
+            widest_ff=max(shape.widest_ff, *((0,) if experts is None else (experts.ff_width, experts.shared_width))),
             shared_width=0 if experts is None else experts.shared_width,
             shared_gate=experts is not None and experts.shared_gate,
             latent_width=0 if experts is None else experts.latent_width or 0,
@@ -305,8 +300,6 @@ class NativeStep:
             n_tokens=n_tokens,
             wake=wake,
             causal=shape.causal,
-            query_scale=shape.query_scale,
-            attention_softcap=shape.attention_softcap or 0.0,
             logit_softcap=shape.logit_softcap or 0.0,
             embedding_scale=shape.embedding_scale or 0.0,
         )
@@ -319,37 +312,31 @@ class NativeStep:
         out = _Layer()
         match layer:
             case Layer():
+                out.attention_scale, out.parallel = _factor(layer.attention_in), layer.parallel
                 out.attention_norm, out.after_attention = map(self._norm, (layer.attention_norm, layer.after_attention))
                 one = layer.attention_norm if shape.parallel and layer.mlp_norm is None else layer.mlp_norm
                 out.mlp_norm, out.after_mlp = self._norm(one), self._norm(layer.after_mlp)
             case PostNormLayer():
                 out.attention_post_norm, out.mlp_post_norm = map(self._norm, (layer.attention_norm, layer.mlp_norm))
-            case RecurrentLayer():
-                out.attention_norm = self._norm(layer.norm)
-                self._set_mixer(out, layer.mixer, memory)
-                return out
-            case HybridLayer():
-                out.attention_norm, out.mlp_norm = self._norm(layer.norm), self._norm(layer.mlp_norm)
-                out.attention_scale = _factor(layer.attention_in)
-                self._set_mixer(out, layer.mixer, memory, layer.mixer_in)
-        self._set_attention(out, layer.attention, shape, memory, ropes)
-        self._set_mlp(out, layer.mlp, shape)
+        if isinstance(layer, Layer) and layer.mixer is not None:
+            self._set_mixer(out, layer.mixer, memory, layer.mixer_in)
+        if layer.attention is not None:
+            self._set_attention(out, layer.attention, memory, ropes)
+        if layer.mlp is not None:
+            self._set_mlp(out, layer.mlp, shape)
         return out
 
-    def _set_attention(
-        self, out: _Layer, attention: Attention, shape: Shape, memory: NativePages, ropes: list[Rope]
-    ) -> None:
-        number = attention.layer
-        rope = shape.ropes[number]
-        out.attends = True
+    def _set_attention(self, out: _Layer, attention: Attention, memory: NativePages, ropes: list[Rope]) -> None:
+        number, s = attention.layer, attention.shape
         out.q_norm, out.k_norm = self._norm(attention.q_norm), self._norm(attention.k_norm)
         out.qkv, out.out = self._product(attention.qkv), self._product(attention.out)
         out.cache, out.group = _cache(memory.layers[number]), memory.group_of[number]
-        out.window = shape.windows[number] or 0
-        out.rope = -1 if rope is None else ropes.index(rope)
-        out.qk_norm, out.parallel = _QK_NORMS.index(shape.qk_norm), shape.parallel
+        out.window, out.rope = s.window or 0, -1 if s.rope is None else ropes.index(s.rope)
+        out.n_heads, out.n_kv_heads, out.head_width = s.n_heads, s.n_kv_heads, s.head_width
+        out.query_scale, out.softcap = s.query_scale, s.softcap or 0.0
+        out.qk_norm = _QK_NORMS.index(s.qk_norm)
 
-    def _set_mixer(self, out: _Layer, mixer: Mixer, memory: NativePages, input_scale: float = 1.0) -> None:
+    def _set_mixer(self, out: _Layer, mixer: Mixer, memory: NativePages, input_scale: float) -> None:
         if not isinstance(mixer, _MIXERS):
             raise InternalError(f"the native loop was given a {type(mixer).__name__} and does not know it")
         inputs, scanned = memory.states[mixer.layer]
@@ -394,12 +381,11 @@ class NativeStep:
         out.mixer = self._kept.structs(_Mixer, [made])
 
     def _set_mlp(self, out: _Layer, mlp: MLP, shape: Shape) -> None:
-        out.has_mlp = True
         if isinstance(mlp, Experts):
             self._set_experts(out, mlp, shape)
             return
-        out.ff_width, out.gated = shape.ff_width, isinstance(mlp, GatedMLP)
         out.gate_up, out.down = self._feed_forward(mlp)
+        out.ff_width, out.gated = mlp.down.weight.shape[1], isinstance(mlp, GatedMLP)
 
     def _feed_forward(self, mlp: GatedMLP | PlainMLP) -> tuple[_Product, _Product]:
         if isinstance(mlp, GatedMLP):

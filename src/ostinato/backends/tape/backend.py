@@ -175,22 +175,28 @@ class TapeRunner(FusedRunner):
 
 def why_not_shape(shape: Shape) -> str | None:
     """Why the kernel cannot express a shape; None where it can."""
-    group = shape.n_heads // max(1, shape.n_kv_heads)
+    heads = {replace(one, window=None) for one in shape.attention.values()}
+    first = next(iter(heads), None)
+    if shape.recurrent or len(shape.attention) < shape.n_layers or not shape.causal or first is None:
+        return "the tape does not know layers that are not causal attention"
+    ff_width = shape.widest_ff
     checks = (
         (shape.experts is None, "experts"),
-        (shape.recurrent is None and shape.attention and shape.causal, "layers that are not causal attention"),
         (shape.multipliers == type(shape.multipliers)() and shape.embedding_scale is None, "multipliers"),
-        (shape.qk_norm == "heads", "QK norms over whole rows or after the rotation"),
+        (first.qk_norm == "heads", "QK norms over whole rows or after the rotation"),
         (not shape.parallel, "attention and feed-forward in parallel"),
-        (not shape.attention_gate, "gates on the output of attention"),
-        (shape.attention_softcap is None and shape.logit_softcap is None, "soft caps"),
+        (not first.gated, "gates on the output of attention"),
+        (first.softcap is None and shape.logit_softcap is None, "soft caps"),
         (shape.activation == "silu", f"the activation {shape.activation}: it has silu"),
         (not shape.mlp_bias, "a bias in the feed-forward block"),
-        (shape.head_width in HEAD_WIDTHS, f"heads of width {shape.head_width}: it has {_list(HEAD_WIDTHS)}"),
-        (1 <= group <= 8, f"{group} heads for each of keys: it has 1 to 8"),
+        (first.head_width in HEAD_WIDTHS, f"heads of width {first.head_width}: it has {_list(HEAD_WIDTHS)}"),
+        (first.value_width == first.head_width, "values that are not as wide as keys"),
+        (1 <= first.group <= 8, f"{first.group} heads for each of keys: it has 1 to 8"),
         (shape.hidden % 64 == 0, f"a hidden size of {shape.hidden}: it wants a multiple of 64"),
-        (shape.ff_width % 64 == 0, f"a feed-forward size of {shape.ff_width}: it wants a multiple of 64"),
-        (len(set(shape.ropes)) == 1 and shape.ropes[0] is not None, "layers with different rotary positions"),
+        (ff_width > 0 and ff_width % 64 == 0, f"a feed-forward size of {ff_width}: it wants a multiple of 64"),
+        (len({one.rope for one in heads}) == 1 and first.rope is not None, "layers with different rotary positions"),
+        (len(heads) == 1, "layers with different heads"),
+        (len({one.ff_width for one in shape.layers}) == 1, "layers with different feed-forward sizes"),
     )
     return next((f"the tape does not know {what}" for known, what in checks if not known), None)
 
@@ -288,7 +294,7 @@ def beside_tape_bytes(shape: Shape, tensors: HeaderTensors, settled: Settled) ->
     """Bytes of what lies beside the tape where prompts read it: the embedding (of packed weights it is counted with the
     tape), all that is no matrix, and room for one matrix: each comes alone when it is loaded, and before its product.
     """
-    rows = max((shape.n_heads + 2 * shape.n_kv_heads) * shape.head_width, 2 * shape.ff_width)
+    rows = max(shape.widest(lambda a: a.qkv_width), 2 * shape.widest_ff)
     room = max(rows, 0 if shape.tied_head else shape.vocab) * shape.hidden
     for name, tensor in tensors.items():
         is_embedding = name == EMBEDDING and kept_as(tensor, packed=settled.weights == "packed") == PLAIN

@@ -43,8 +43,8 @@ from ostinato.cache.kv_bytes import KV_FORMATS
 from ostinato.errors import HardwareCannot, InternalError
 from ostinato.loop.layout import Tables
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
-from ostinato.models.blocks import GatedMLP, Layer, Linear, with_leaves
-from ostinato.models.shape import Shape
+from ostinato.models.blocks import Attention, GatedMLP, Linear, with_leaves
+from ostinato.models.shape import AttentionShape, Shape
 from ostinato.options import Activations, KVType
 
 SPLITS: Final = 16  # of what a row sees, at most
@@ -106,11 +106,11 @@ def why_not_values(model: Model) -> str | None:
 
 def _linears(model: Model) -> Iterator[tuple[str, Linear]]:
     for number, layer in enumerate(model.layers):
-        assert isinstance(layer, Layer)
+        attention = _attention(model, number)
         assert isinstance(layer.mlp, GatedMLP)
         at = f"layer.{number}"
-        yield f"{at}.qkv", layer.attention.qkv
-        yield f"{at}.out", layer.attention.out
+        yield f"{at}.qkv", attention.qkv
+        yield f"{at}.out", attention.out
         yield f"{at}.gate_up", layer.mlp.gate_up
         yield f"{at}.down", layer.mlp.down
     assert model.head is not None
@@ -227,7 +227,7 @@ class TapeSizes:
     ) -> TapeSizes:
         """With as many stages as fit, be they too few."""
         # A block without a tile there could fall behind by two layers, and its values be overwritten.
-        n_blocks = min(chip.n_multiprocessors, shape.ff_width // 8, -(-shape.vocab // 16))
+        n_blocks = min(chip.n_multiprocessors, shape.widest_ff // 8, -(-shape.vocab // 16))
         grid = TapeGrid(n_blocks, n_compute_warps)
         segments = segments_of(matrices, grid)
         # Normed rows have the same padding for every weight type.
@@ -288,30 +288,35 @@ class TapeSizes:
 
 def attention_bytes(shape: Shape, grid: TapeGrid, n_slots: int, kept_bytes: int) -> int:
     """What attention works in, where activations lie otherwise: ATTENTION_BYTES of `attention.h`, line by line."""
-    group = shape.n_heads // shape.n_kv_heads
-    items = _items(shape, grid, n_slots, kept_bytes)
-    parts = grid.n_compute_warps * group * (shape.head_width + 8 + 2) * 4
+    heads = heads_of(shape)
+    items = _items(heads, grid, n_slots, kept_bytes)
+    parts = grid.n_compute_warps * heads.group * (heads.head_width + 8 + 2) * 4
     buffers = 2 if items > 1 and parts <= 20 << 10 else 1
-    return items * (group + 2) * shape.head_width * kept_bytes + buffers * parts
+    return items * (heads.group + 2) * heads.head_width * kept_bytes + buffers * parts
 
 
 def attention_plan_bytes(
     shape: Shape, grid: TapeGrid, n_slots: int, kept_bytes: int, *, page_tokens: int, max_pages: int
 ) -> int:
     """What attention knows of a step: `struct AttentionPlan` of `attention_plan.h`, field by field."""
-    rope = shape.ropes[0]
-    assert rope is not None
-    items = _items(shape, grid, n_slots, kept_bytes)
+    heads = heads_of(shape)
+    assert heads.rope is not None
+    items = _items(heads, grid, n_slots, kept_bytes)
     longest_split = _whole(max_pages * page_tokens, LEAST_SPLIT * SPLITS) // SPLITS
     pages = items * (longest_split // page_tokens + 2)
-    rotations = n_slots * max(1, rope.width // 2)
+    rotations = n_slots * max(1, heads.rope.width // 2)
     return _whole(16 * shape.n_layers + 8 * rotations + ITEM_BYTES * items + 4 * (pages + n_slots + 3), 8)
 
 
-def _items(shape: Shape, grid: TapeGrid, n_slots: int, kept_bytes: int) -> int:
+def _items(heads: AttentionShape, grid: TapeGrid, n_slots: int, kept_bytes: int) -> int:
     """Splits that a block attends to at once."""
-    lines = (shape.n_heads // shape.n_kv_heads + 2) * shape.head_width * kept_bytes
-    return min(ITEMS_AT_ONCE, LINES_BYTES // lines, -(-n_slots * shape.n_kv_heads * SPLITS // grid.n_blocks))
+    lines = (heads.group + 2) * heads.head_width * kept_bytes
+    return min(ITEMS_AT_ONCE, LINES_BYTES // lines, -(-n_slots * heads.n_kv_heads * SPLITS // grid.n_blocks))
+
+
+def heads_of(shape: Shape) -> AttentionShape:
+    """How its layers attend, which on the tape is alike but for the window (`why_not_shape`)."""
+    return shape.attention[0]
 
 
 class Traits(NamedTuple):
@@ -324,7 +329,7 @@ class Traits(NamedTuple):
 
     @staticmethod
     def of(model: Model) -> Traits:
-        attention = _layer(model, 0).attention
+        attention = _attention(model, 0)
         return Traits(
             model.dtype,
             model.embedding.dtype if isinstance(model.embedding, Tensor) else model.dtype,
@@ -343,7 +348,8 @@ def shape_header(
     activations: Activations,
 ) -> str:
     """`shape.h`: everything that the kernel is compiled for."""
-    s, grid, rope = shape, sizes.grid, shape.ropes[0]
+    s, grid, heads = shape, sizes.grid, heads_of(shape)
+    rope = heads.rope
     assert rope is not None
     numbers: dict[str, object] = {
         "N_BLOCKS": grid.n_blocks,
@@ -361,14 +367,14 @@ def shape_header(
         "MAX_ROWS": sizes.n_slots,
         "N_LAYERS": s.n_layers,
         "HIDDEN": s.hidden,
-        "FF": s.ff_width,
-        "N_HEADS": s.n_heads,
-        "N_KV_HEADS": s.n_kv_heads,
-        "HEAD_WIDTH": s.head_width,
+        "FF": s.widest_ff,
+        "N_HEADS": heads.n_heads,
+        "N_KV_HEADS": heads.n_kv_heads,
+        "HEAD_WIDTH": heads.head_width,
         "N_TOKENS": n_tokens,
         "NORM_EPS": _float(s.norm_eps),
         "QK_NORM_EPS": _float(s.norm_eps if traits.qk_norm_eps is None else traits.qk_norm_eps),
-        "QUERY_SCALE": _float(s.query_scale),
+        "QUERY_SCALE": _float(heads.query_scale),
         "ROPE_SETS": s.n_rope_sets,
         "ROPE_HALF": rope.width // 2,
         "ROPE_NEIGHBOURS": int(rope.pairing == "neighbours"),
@@ -487,22 +493,22 @@ class TapeStep:
 
     def _weights(self, model: Model, sources: Sequence[TapeSource], of_qkv: Sequence[bool]) -> dict[str, Tensor]:
         s, device = model.shape, model.device
-        layers = [_layer(model, number) for number in range(s.n_layers)]
+        attention = [_attention(model, number) for number in range(s.n_layers)]
         assert model.norm is not None
-        norms = [norm for layer in layers for norm in (layer.attention_norm, layer.mlp_norm) if norm]
+        norms = [norm for layer in model.layers for norm in (layer.attention_norm, layer.mlp_norm) if norm is not None]
         made = {
             "tape": tape_of(sources, self.partition, device, model.dtype),
             "tape_at": torch.tensor(self.partition.begins, dtype=torch.int64, device=device),
             "segments": torch.tensor(self._segments(of_qkv), dtype=torch.int32, device=device),
             "norms": torch.stack([norm.weight.float() for norm in (*norms, model.norm)]).contiguous(),
             "frequencies": next(iter(model.frequencies.values())).float().contiguous(),
-            "windows": torch.tensor([window or 0 for window in s.windows], dtype=torch.int32, device=device),
+            "windows": torch.tensor([one.shape.window or 0 for one in attention], dtype=torch.int32, device=device),
             "embedding": _plain_embedding(model),
         }
-        biases = [layer.attention.qkv.bias for layer in layers]
+        biases = [one.qkv.bias for one in attention]
         if biases[0] is not None:
             made["qkv_bias"] = torch.stack([bias.float() for bias in biases if bias is not None]).contiguous()
-        pairs = [(layer.attention.q_norm, layer.attention.k_norm) for layer in layers]
+        pairs = [(one.q_norm, one.k_norm) for one in attention]
         if pairs[0][0] is not None:
             every = [norm.weight.float() for pair in pairs for norm in pair if norm is not None]
             made["qk_norms"] = torch.stack(every).contiguous()
@@ -521,13 +527,13 @@ class TapeStep:
     def _between(self, model: Model, vocab: int) -> dict[str, Tensor]:
         """What blocks hand each other: a word has a value and its tag. Zeroed: no tag is 0."""
         s, n, device, n_blocks = model.shape, self.sizes.n_slots, model.device, self.sizes.grid.n_blocks
-        queries, qkv = s.n_heads * s.head_width, (s.n_heads + 2 * s.n_kv_heads) * s.head_width
+        heads = heads_of(s)
         words = {
             "x": (4, n, s.hidden),
-            "qkv": (2, n, qkv),
-            "parts": (2, n, s.n_heads, SPLITS, s.head_width + 2),
-            "attended": (2, n, queries // 2),
-            "inside": (2, n, s.ff_width // 2),
+            "qkv": (2, n, heads.qkv_width),
+            "parts": (2, n, heads.n_heads, SPLITS, heads.head_width + 2),
+            "attended": (2, n, heads.out_width // 2),
+            "inside": (2, n, s.widest_ff // 2),
             "summaries": (n, n_blocks, SUMMARY_WORDS),
             "marks": (n_blocks + n + 1,),
             "clock": (n_blocks, n_clocked(s)),
@@ -543,7 +549,7 @@ class TapeStep:
         halves = [half for i in range(model.shape.n_layers) for half in (memory.kv.keys[i], memory.kv.values[i])]
         places = [half.values.data_ptr() for half in halves]
         self.buffers["caches"] = torch.tensor(places, dtype=torch.int64, device=model.device)
-        self.buffers["groups"] = torch.tensor(memory.group_of, dtype=torch.int32, device=model.device)
+        self.buffers["groups"] = torch.tensor([*memory.group_of.values()], dtype=torch.int32, device=model.device)
 
     def _argument(self, tables: Tables) -> Argument:
         argument = Argument(_TapeView(*tables.addresses))
@@ -601,10 +607,10 @@ def _plain_embedding(model: Model) -> Tensor:
     return torch.cat([rows_of(model.embedding, some, model.dtype) for some in ids])
 
 
-def _layer(model: Model, number: int) -> Layer:
-    layer = model.layers[number]
-    assert isinstance(layer, Layer)
-    return layer
+def _attention(model: Model, number: int) -> Attention:
+    attention = model.layers[number].attention
+    assert attention is not None
+    return attention
 
 
 def _weight_buffers(model: Model) -> list[Buffer]:

@@ -183,8 +183,8 @@ def dense_bytes(tensors: HeaderTensors, settled: Settled) -> int:
 
 def prefill_bytes(shape: Shape, settled: Settled, rows: int) -> int:
     """Activations of a chunk in a layer: its input, heads, both halves of the MLP, its output."""
-    heads = (2 * shape.n_heads + 2 * shape.n_kv_heads) * shape.head_width if shape.attention else 0
-    inner = 3 * shape.ff_width
+    heads = shape.widest(lambda a: a.qkv_width + a.out_width)
+    inner = 3 * shape.widest_ff
     if shape.experts is not None:
         inner = max(inner, 3 * shape.experts.n_used * shape.experts.ff_width)
     row_bytes = (3 * shape.hidden + heads + inner) * FLOAT_BYTES

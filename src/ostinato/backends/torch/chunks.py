@@ -43,7 +43,7 @@ class TorchChunks:
     ) -> None:
         self._model, self._memory = model, memory
         self._last = zeros((tables.layout.n_slots, model.shape.hidden), model.dtype, model.device)
-        self._recurs = model.shape.recurrent is not None
+        self._recurs = bool(model.shape.recurrent)
         row = zeros((1, model.shape.hidden), model.dtype, model.device)
         logits = zeros((1, model.shape.vocab), torch.float32, model.device)
         head = [lambda: logits.copy_(model.logits(row))]

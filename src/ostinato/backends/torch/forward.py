@@ -23,7 +23,6 @@ from ostinato.models.blocks import (
     DeltaMixer,
     Experts,
     GatedMLP,
-    HybridLayer,
     Layer,
     Linear,
     Mamba2Mixer,
@@ -33,7 +32,6 @@ from ostinato.models.blocks import (
     PlainMLP,
     PostNormLayer,
     RankingHead,
-    RecurrentLayer,
     ShortConvMixer,
 )
 from ostinato.models.rope import Rope
@@ -52,8 +50,8 @@ class ForwardState(Protocol):
     def n_planes(self) -> int:
         """How many states of each run to keep: the newest and, for roll back, those before its last tokens."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> Tensor:
-        """Append k and v, then attend each row of q to what it may see; [rows, heads, head_width]."""
+    def attend(self, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Append k and v, then attend each row of q to what it may see; [rows, heads, value_width]."""
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
         """The states that the runs start from, each [n_seqs, ...] as the shape says; zeros for a new sequence."""
@@ -64,11 +62,16 @@ class ForwardState(Protocol):
 
 
 def normed(ops: Ops, norm: Norm | None, x: Tensor) -> Tensor:
+    """The rows themselves where there is no norm."""
     if norm is None:
         return x
     if norm.bias is None:
         return ops.rms_norm(x, norm.weight, norm.eps)
     return ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
 
 
 def through_linear(ops: Ops, linear: Linear, x: Tensor) -> Tensor:
@@ -117,56 +120,52 @@ class Forward:
         """Rows [rows, hidden] to rows of the same shape."""
         ops = self.ops
         match layer:
-            case Layer() if layer.attention.shape.parallel:
+            case Layer(attention=Attention(), mlp=mlp, parallel=True) if mlp is not None:
                 inside = normed(ops, layer.attention_norm, x)
-                thought = through_mlp(ops, layer.mlp, normed(ops, layer.mlp_norm, x) if layer.mlp_norm else inside)
-                return (x + self.attention(layer.attention, inside)) + thought
+                thought = through_mlp(ops, mlp, normed(ops, layer.mlp_norm, x) if layer.mlp_norm else inside)
+                return (x + self._mixed(layer, inside)) + thought
             case Layer():
-                seen = self.attention(layer.attention, normed(ops, layer.attention_norm, x))
-                x = x + normed(ops, layer.after_attention, seen)
-                thought = through_mlp(ops, layer.mlp, normed(ops, layer.mlp_norm, x))
-                return x + normed(ops, layer.after_mlp, thought)
+                if layer.attention is not None or layer.mixer is not None:
+                    x = x + normed(ops, layer.after_attention, self._mixed(layer, normed(ops, layer.attention_norm, x)))
+                if layer.mlp is None:
+                    return x
+                inner = through_mlp(ops, layer.mlp, normed(ops, layer.mlp_norm, x))
+                return x + normed(ops, layer.after_mlp, inner)
             case PostNormLayer():
                 x = normed(ops, layer.attention_norm, x + self.attention(layer.attention, x))
                 return normed(ops, layer.mlp_norm, x + through_mlp(ops, layer.mlp, x))
-            case RecurrentLayer():
-                return x + self.mixer(layer.mixer, normed(ops, layer.norm, x))
-            case HybridLayer():
-                inside = normed(ops, layer.norm, x)
-                mixed = self.mixer(layer.mixer, inside * layer.mixer_in)
-                x = x + (mixed + self.attention(layer.attention, inside * layer.attention_in))
-                return x + through_mlp(ops, layer.mlp, normed(ops, layer.mlp_norm, x))
+
+    def _mixed(self, layer: Layer, x: Tensor) -> Tensor:
+        """What attention, a mixer or both make of rows."""
+        mixed = None if layer.mixer is None else self.mixer(layer.mixer, _scaled(x, layer.mixer_in))
+        if layer.attention is None:
+            assert mixed is not None
+            return mixed
+        seen = self.attention(layer.attention, _scaled(x, layer.attention_in))
+        return seen if mixed is None else mixed + seen
 
     def attention(self, block: Attention, x: Tensor) -> Tensor:
         s, ops = block.shape, self.ops
-        heads = through_linear(ops, block.qkv, x).view(len(x), -1, s.head_width)
-        gate = None
-        if s.attention_gate:  # it stands behind each query head
-            gate = heads[:, 1 : 2 * s.n_heads : 2]
-            heads = torch.cat((heads[:, 0 : 2 * s.n_heads : 2], heads[:, 2 * s.n_heads :]), 1)
-        qk, v = heads[:, : -s.n_kv_heads], heads[:, -s.n_kv_heads :]
+        queries, keys, values = s.qkv_widths
+        q, k, v = torch.split(through_linear(ops, block.qkv, x), [queries, keys, values], -1)
+        q, k, v = q.view(len(x), s.n_heads, -1), k.view(len(x), -1, s.head_width), v.view(len(x), -1, s.value_width)
+        q, gate = (q[..., : s.head_width], q[..., s.head_width :]) if s.gated else (q, None)
         if s.qk_norm != "after_rope":
-            qk = self._qk_normed(block, qk)
-        rope = s.ropes[block.layer]
-        if rope is not None:
-            qk = ops.rope(qk, *self.angles[rope], rope.pairing)
+            q, k = self._qk_normed(block, q, k)
+        if s.rope is not None:
+            q, k = (ops.rope(heads, *self.angles[s.rope], s.rope.pairing) for heads in (q, k))
         if s.qk_norm == "after_rope":
-            qk = self._qk_normed(block, qk)
-        q, k = qk[:, : s.n_heads], qk[:, s.n_heads :]
-        seen = self.memory.attend(block.layer, q, k, v, scale=s.query_scale, softcap=s.attention_softcap)
+            q, k = self._qk_normed(block, q, k)
+        seen = self.memory.attend(block, q, k, v)
         seen = seen if gate is None else seen * torch.sigmoid(gate)
         return through_linear(ops, block.out, seen.flatten(1))
 
-    def _qk_normed(self, block: Attention, qk: Tensor) -> Tensor:
+    def _qk_normed(self, block: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Heads of queries and of keys [rows, heads, width], normed where the family does: each, or a row's as one."""
-        if block.q_norm is None or block.k_norm is None:
-            return qk
-        n_heads, as_one = block.shape.n_heads, block.shape.qk_norm == "rows"
-        parts = []
-        for heads, norm in ((qk[:, :n_heads], block.q_norm), (qk[:, n_heads:], block.k_norm)):
-            rows = heads.flatten(1) if as_one else heads
-            parts.append(normed(self.ops, norm, rows).view(heads.shape))
-        return torch.cat(parts, 1)
+        if block.shape.qk_norm != "rows":
+            return normed(self.ops, block.q_norm, q), normed(self.ops, block.k_norm, k)
+        rows = normed(self.ops, block.q_norm, q.flatten(1)), normed(self.ops, block.k_norm, k.flatten(1))
+        return rows[0].view(q.shape), rows[1].view(k.shape)
 
     def mixer(self, mixer: Mixer, x: Tensor) -> Tensor:
         """Rows [rows, hidden] to rows, with the past in memory."""

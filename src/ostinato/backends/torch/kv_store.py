@@ -1,13 +1,13 @@
 """The tensors of memory: keys and values by cell, recurrent states by row. Other modules assign the cells.
 
-K and V of a layer are [streams, cells, kv_heads, head_width] in one of four types; Q8_0 keeps signed bytes and a
-float16 scale for every 32 of them, and is widened when read. Memory is zeroed: attention reads padding too, and
-masked values must not be NaN.
+K of a layer is [streams, cells, kv_heads, head_width] and V [streams, cells, kv_heads, value_width], in one of four
+types; Q8_0 keeps signed bytes and a float16 scale for every 32 of them, and is widened when read. Memory is zeroed:
+attention reads padding too, and masked values must not be NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,14 +18,14 @@ from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.kv_types import KV_DTYPES
 from ostinato.backends.torch.ops.q8_0 import dequantize_q8_0_torch, quantize_q8_0_torch
 from ostinato.backends.torch.ops.rope import rope_torch
-from ostinato.cache.kv_bytes import KV_FORMATS, check_kv_width
+from ostinato.cache.kv_bytes import KV_FORMATS, check_kv_widths
 from ostinato.cache.sequences import Ints
 from ostinato.cache.state_run import StateRun
 from ostinato.models.rope import Rope
 from ostinato.options import KVType
 
 if TYPE_CHECKING:
-    from ostinato.models.shape import Shape, States
+    from ostinato.models.shape import AttentionShape, Shape, States
 
 
 class Half:
@@ -78,12 +78,15 @@ class KVStore:
         device: torch.device,
         frequencies: Mapping[Rope, Tensor],
     ) -> None:
-        check_kv_width(kv_type, shape.head_width)
+        check_kv_widths(kv_type, shape)
         self.kv_type = kv_type
-        self._shape, self._frequencies = shape, frequencies
-        size = shape.n_kv_heads, shape.head_width
-        self.keys = {layer: Half(streams, n, *size, kv_type, device) for layer, n in cells.items()}
-        self.values = {layer: Half(streams, n, *size, kv_type, device) for layer, n in cells.items()}
+        self._attention, self._frequencies = shape.attention, frequencies
+
+        def halves(width: Callable[[AttentionShape], int]) -> dict[int, Half]:
+            sizes = {layer: (one.n_kv_heads, width(one)) for layer, one in shape.attention.items()}
+            return {layer: Half(streams, n, *sizes[layer], kv_type, device) for layer, n in cells.items()}
+
+        self.keys, self.values = halves(lambda one: one.head_width), halves(lambda one: one.value_width)
 
     @property
     def halves(self) -> list[Half]:
@@ -107,7 +110,7 @@ class KVStore:
         moved = torch.from_numpy(shifts).nonzero().squeeze(-1)
         rotated = []  # all of it before any is written: a failure leaves every layer as it was
         for layer, keys in self.keys.items():
-            rope = self._shape.ropes[layer]
+            rope = self._attention[layer].rope
             if rope is None or not len(moved):
                 continue  # no RoPE, nothing to rotate (UP-4)
             cells = moved.to(keys.values.device)
@@ -121,10 +124,11 @@ class KVStore:
 class StateStore:
     """The states of recurrent layers: [rows, planes, ...] each, float32; plane r is the state r tokens earlier."""
 
-    def __init__(self, states: States, layers: Sequence[int], *, rows: int, planes: int, device: torch.device) -> None:
+    def __init__(self, states: Mapping[int, States], *, rows: int, planes: int, device: torch.device) -> None:
         self.planes = planes
         self.layers = {
-            layer: tuple(zeros((rows, planes, *size), torch.float32, device) for size in states) for layer in layers
+            layer: tuple(zeros((rows, planes, *size), torch.float32, device) for size in sizes)
+            for layer, sizes in states.items()
         }
 
     def zero(self) -> None:

@@ -8,7 +8,7 @@ sequence owns which pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,7 @@ from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.blocked_attention import blocked_attention_torch
 from ostinato.cache.groups import PageGroup, group_of_layer
 from ostinato.cache.sequences import Ints
+from ostinato.models.blocks import Attention
 from ostinato.options import KVType
 
 
@@ -28,7 +29,7 @@ class PagedMemory:
     """The tensors: a KV store of whole pages where the model attends, and states of each slot where it recurs."""
 
     page_tokens: int
-    group_of: tuple[int, ...]  # for each layer, the number of its page table
+    group_of: Mapping[int, int]  # for each layer that attends, the number of its page table
     kv: KVStore | None
     states: StateStore | None
 
@@ -37,21 +38,20 @@ class PagedMemory:
         model: Model, groups: Sequence[PageGroup], *, n_slots: int, kv_type: KVType, page_tokens: int
     ) -> PagedMemory:
         shape, device = model.shape, model.device
-        every = range(shape.n_layers)
         group_of = group_of_layer(groups)
         kv = None
         if shape.attention:
             kv = KVStore(
                 shape,
-                {layer: groups[group].n_pages * page_tokens for layer, group in enumerate(group_of)},
+                {layer: groups[group].n_pages * page_tokens for layer, group in group_of.items()},
                 kv_type,
                 streams=1,
                 device=device,
                 frequencies=model.frequencies,
             )
         states = None
-        if shape.recurrent is not None:
-            states = StateStore(shape.recurrent.states, every, rows=n_slots, planes=1, device=device)
+        if shape.recurrent:
+            states = StateStore(shape.states, rows=n_slots, planes=1, device=device)
         return PagedMemory(page_tokens, group_of, kv, states)
 
     def cells(self, pages: Ints, first: int, stop: int) -> Ints:
@@ -73,14 +73,14 @@ class PagedRows:
     n_seqs: int = 1
     n_planes: int = 1
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> Tensor:
+    def attend(self, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kv = self.memory.kv
         assert kv is not None
-        keys, values = kv.keys[layer], kv.values[layer]
-        cells = torch.from_numpy(self._cells(layer, self.start)).to(q.device)
+        keys, values = kv.keys[block.layer], kv.values[block.layer]
+        cells = torch.from_numpy(self._cells(block.layer, self.start)).to(q.device)
         keys.write(0, cells, k[: self.n])
         values.write(0, cells, v[: self.n])
-        return self._attended(layer, q, keys, values, scale=scale, softcap=softcap)
+        return self._attended(block, q, keys, values)
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
         assert self.memory.states is not None
@@ -96,9 +96,7 @@ class PagedRows:
         """Where the positions from `first` to the last row's are kept in a layer."""
         return self.memory.cells(self.pages[self.memory.group_of[layer]], first, self.start + self.n)
 
-    def _attended(
-        self, layer: int, q: Tensor, keys: Half, values: Half, *, scale: float, softcap: float | None
-    ) -> Tensor:
+    def _attended(self, block: Attention, q: Tensor, keys: Half, values: Half) -> Tensor:
         raise NotImplementedError
 
 
@@ -108,31 +106,25 @@ class RowMemory(PagedRows):
 
     seen: dict[tuple[int, int | None], slice | Tensor] = field(default_factory=dict)
 
-    def _attended(
-        self, layer: int, q: Tensor, keys: Half, values: Half, *, scale: float, softcap: float | None
-    ) -> Tensor:
-        window = self.model.shape.windows[layer]
+    def _attended(self, block: Attention, q: Tensor, keys: Half, values: Half) -> Tensor:
+        layer, s = block.layer, block.shape
+        window = s.window
         place = self.memory.group_of[layer], window
         if place not in self.seen:
             cells = self._cells(layer, 0 if window is None else max(0, self.start + 1 - window))
             self.seen[place] = as_slice(cells) or torch.from_numpy(cells)
         past = (half.read(0, self.seen[place], q.dtype) for half in (keys, values))
-        return self.model.ops.attention(q, *past, None, scale=scale, softcap=softcap)
+        return self.model.ops.attention(q, *past, None, scale=s.query_scale, softcap=s.softcap)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkMemory(PagedRows):
     """Of a chunk of a prompt."""
 
-    def _attended(
-        self, layer: int, q: Tensor, keys: Half, values: Half, *, scale: float, softcap: float | None
-    ) -> Tensor:
-        seen = torch.from_numpy(self._cells(layer, 0)).to(q.device)
+    def _attended(self, block: Attention, q: Tensor, keys: Half, values: Half) -> Tensor:
+        s, seen = block.shape, torch.from_numpy(self._cells(block.layer, 0)).to(q.device)
 
         def past(first: int, stop: int) -> tuple[Tensor, Tensor]:
             return keys.read(0, seen[first:stop], q.dtype), values.read(0, seen[first:stop], q.dtype)
 
-        window, kv_heads = self.model.shape.windows[layer], self.model.shape.n_kv_heads
-        return blocked_attention_torch(
-            q, past, len(seen), kv_heads, start=self.start, scale=scale, softcap=softcap, window=window
-        )
+        return blocked_attention_torch(q, past, len(seen), s, start=self.start)

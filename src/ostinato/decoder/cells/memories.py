@@ -93,11 +93,8 @@ def _cache(
 
 
 def _recurrent(model: Model, settings: Settings) -> tuple[RecurrentMemory, StateStore] | None:
-    shape = model.shape.recurrent
-    if shape is None:
+    if not model.shape.recurrent:
         return None
     rows = min(MAX_SEQ, settings.n_seq_max)
-    store = StateStore(
-        shape.states, range(model.shape.n_layers), rows=rows, planes=1 + settings.n_rs_seq, device=model.device
-    )
+    store = StateStore(model.shape.states, rows=rows, planes=1 + settings.n_rs_seq, device=model.device)
     return RecurrentMemory(rows, n_snapshots=settings.n_rs_seq, tensors=store), store

@@ -98,7 +98,7 @@ def made(case: Case) -> Step:
             kv.append(kv.cells(pages[slot], torch.arange(first, p)), past[0], past[1])
     qkv = torch.full((n_slots, heads.n_columns), math.nan)
     qkv[:n] = torch.randn(n, heads.n_columns, generator=g)
-    workspace = attend_workspace(n_slots, heads, CPU)
+    workspace = attend_workspace(n_slots, [heads], CPU)
     workspace.sums.fill_(math.nan)
     workspace.norms.fill_(math.nan)
     seen = torch.full((n_slots, case.n_heads * case.width), math.nan)

@@ -15,7 +15,7 @@ from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.decoder.cells.memory.saved import SavedKV, SavedStates
 from ostinato.decoder.cells.memory.slots import Stream
 from ostinato.models.rope import Rope
-from ostinato.models.shape import Shape
+from ostinato.models.shape import Shape, alike
 from ostinato.options import KVType
 
 CPU = torch.device("cpu")
@@ -33,8 +33,9 @@ class SavedParts(StateParts):
 
 
 def shape_of(n_layers: int, head_width: int = 32) -> Shape:
-    return Shape(
-        family="llama",
+    return alike(
+        "llama",
+        Rope(1e4, head_width, "halves"),
         n_layers=n_layers,
         hidden=64,
         n_heads=2,
@@ -44,9 +45,6 @@ def shape_of(n_layers: int, head_width: int = 32) -> Shape:
         vocab=10,
         context=64,
         norm_eps=1e-5,
-        ropes=(Rope(1e4, head_width, "halves"),) * n_layers,
-        windows=(None,) * n_layers,
-        query_scale=1.0,
     )
 
 
@@ -82,7 +80,9 @@ def kv_part(
 
 def state_part(n_seq_max: int = 4, *, n_snapshots: int = 0, width: int = 3, seed: int = 0) -> SavedStates:
     """Recurrent memory without sequences, with random numbers in its tensors."""
-    store = StateStore(((2, width), (width, 4)), [0, 2], rows=n_seq_max, planes=1 + n_snapshots, device=CPU)
+    store = StateStore(
+        dict.fromkeys((0, 2), ((2, width), (width, 4))), rows=n_seq_max, planes=1 + n_snapshots, device=CPU
+    )
     randomise([state for states in store.layers.values() for state in states], seed)
     return SavedStates(RecurrentMemory(n_seq_max, n_snapshots=n_snapshots, tensors=store), store)
 

@@ -1,6 +1,6 @@
 """One decode step's attention of a layer: QK norm, rotary, append, softmax(scale * q k^T) v over each row's own pages.
 
-    workspace = attend_workspace(n_slots, heads, device)                # once per plan; layers of one size share it
+    workspace = attend_workspace(n_slots, [heads, ...], device)         # once per plan, of all its layers
     launch = bind_attend(qkv, seen, kv, rows, heads, workspace)         # once per layer; `launch()` runs it
 
 Shapes and types are the twin's (`torch/ops/attend.py`): qkv float32 [n_slots, (heads + 2 kv_heads) * width] and seen
@@ -18,7 +18,7 @@ in order. So a row's bits depend on its own position and contents alone, not on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -42,9 +42,10 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What the splits of a step leave for their merge. One serves every layer of one step, one after the other."""
+    """What the splits of a step leave for their merge. One serves every layer of one step, one after the other, and is
+    as large as the largest of them needs."""
 
-    sums: Tensor  # float32 [n_slots, kv_heads, MAX_SPLITS, group, width], weighted values
+    sums: Tensor  # float32, for a layer [n_slots, kv_heads, MAX_SPLITS, group, width], weighted values
     norms: Tensor  # float32 [n_slots, kv_heads, MAX_SPLITS, 2, group]: the largest score, and the sum of weights
     arrivals: Tensor  # int32 [n_slots, kv_heads], zero between launches
 
@@ -81,13 +82,14 @@ class Cut:
     capped: bool
 
 
-def attend_workspace(n_slots: int, heads: Heads, device: torch.device) -> Workspace:
+def attend_workspace(n_slots: int, heads: Sequence[Heads], device: torch.device) -> Workspace:
     """A workspace for layers of these sizes, zeroed; the kernel leaves `arrivals` zero itself."""
-    lead = (n_slots, heads.n_kv_heads)
+    n_heads, n_kv_heads = max(one.n_heads for one in heads), max(one.n_kv_heads for one in heads)
+    widest = max(one.n_heads * one.head_width for one in heads)
     return Workspace(
-        torch.zeros((*lead, MAX_SPLITS, heads.group, heads.head_width), dtype=torch.float32, device=device),
-        torch.zeros((*lead, MAX_SPLITS, 2, heads.group), dtype=torch.float32, device=device),
-        torch.zeros(lead, dtype=torch.int32, device=device),
+        torch.zeros(n_slots * MAX_SPLITS * widest, dtype=torch.float32, device=device),
+        torch.zeros(n_slots * MAX_SPLITS * 2 * n_heads, dtype=torch.float32, device=device),
+        torch.zeros(n_slots * n_kv_heads, dtype=torch.int32, device=device),
     )
 
 
@@ -104,8 +106,7 @@ def bind_attend(
 ) -> TritonLaunch:
     """Check everything once and return the launch. `programs`, `stages` and the chip change its speed and no bit."""
     device, n_slots, few = qkv.device, rows.n_slots, triton.next_power_of_2(heads.group)
-    lead, n_attended = (n_slots, heads.n_kv_heads, MAX_SPLITS), heads.n_heads * heads.head_width
-    sums, norms, paged = (*lead, heads.group, heads.head_width), (*lead, 2, heads.group), (n_slots, None)
+    n_attended, paged = heads.n_heads * heads.head_width, (n_slots, None)
     if programs is None:
         programs = chip.attention_programs if device.type == "cuda" else PROGRAMS_PER_MULTIPROCESSOR
     given = layer_arguments(kv, heads, qkv)
@@ -118,9 +119,12 @@ def bind_attend(
         "rows": placed(rows, of_rows | rope_sets(heads, n_slots), device),
         "space": grouped(
             {
-                "sums": checked("sums", workspace.sums, dtype=torch.float32, shape=sums, device=device),
-                "norms": checked("norms", workspace.norms, dtype=torch.float32, shape=norms, device=device),
-                "arrivals": checked("arrivals", workspace.arrivals, dtype=torch.int32, shape=lead[:2], device=device),
+                name: checked(name, getattr(workspace, name)[:size], dtype=dtype, shape=(size,), device=device)
+                for name, dtype, size in (
+                    ("sums", torch.float32, n_slots * MAX_SPLITS * n_attended),
+                    ("norms", torch.float32, n_slots * MAX_SPLITS * 2 * heads.n_heads),
+                    ("arrivals", torch.int32, n_slots * heads.n_kv_heads),
+                )
             }
         ),
         "C": Cut(

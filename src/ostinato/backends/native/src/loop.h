@@ -57,6 +57,7 @@ enum MixerKind { MAMBA, MAMBA2 };
 // What q_norm and k_norm are of: each head before its rotation, all heads of a row, each head after its rotation.
 enum QkNorm { OF_HEADS, OF_ROWS, AFTER_ROPE };
 
+// Attention is absent where `n_heads` is 0, the feed-forward block where `ff_width` is 0.
 // A block normalises the residual for its input, normalises its output by `after` and adds it to the residual;
 // post-norm layers (encoders) normalise the residual after the addition.
 struct Layer {
@@ -74,10 +75,16 @@ struct Layer {
     int ff_width;
     int group;   // which of a sequence's page tables
     int gated;
-    int attends, has_mlp;
     int qk_norm;   // of `QkNorm`
     int parallel;  // the MLP takes in what attention did, before the residual gains
-    float attention_scale;  // of what goes into attention; 0: none
+    int n_heads, n_kv_heads, head_width;
+    float query_scale, softcap;  // 0: no cap
+    float attention_scale;       // of what goes into attention; 0: none
+
+    bool attends() const { return n_heads > 0; }
+    int queries() const { return n_heads / n_kv_heads; }  // that share a key head
+    int attended_width() const { return n_heads * head_width; }
+    int qkv_width() const { return (n_heads + 2 * n_kv_heads) * head_width; }
 };
 
 struct Rope {
@@ -98,13 +105,13 @@ struct Plan {
     float* logits;            // [slots][vocab]
     float* last;              // [slots][hidden]: of each slot's prompt, the last row after the last layer
     unsigned char* scratch;   // as long as `scratch_bytes` says
-    int n_layers, n_ropes, hidden, n_heads, n_kv_heads, head_width, widest_ff;
+    int n_layers, n_ropes, hidden, widest_ff;
     // Of experts: no shared block and no latent space where its width is 0.
     int shared_width, shared_gate, latent_width;
     int activation, kept, wide, n_threads, n_slots, max_pages, most_rows, n_tokens, wake;
     block::Router router;  // without experts where it has none
     int causal;  // else a row sees all rows of its part, which is a whole text
-    float query_scale, attention_softcap, logit_softcap, embedding_scale;  // 0: no cap, no scale
+    float logit_softcap, embedding_scale;  // 0: no cap, no scale
 };
 
 // --- a chunk: the same structs in backends/native/plan.py ---
@@ -189,14 +196,26 @@ struct ForwardPass {
         return width;
     }
 
+    // The largest of a size over the layers with attention.
+    template <class F>
+    static int widest_of(const Plan& p, F size) {
+        int found = 0;
+        for (int i = 0; i < p.n_layers; i++) {
+            const int own = p.layers[i].attends() ? size(p.layers[i]) : 0;
+            if (own > found) found = own;
+        }
+        return found;
+    }
+
     size_t lay_out(unsigned char* memory) {
         const Plan& p = plan;
         const int rows = p.most_rows > p.n_slots ? p.most_rows : p.n_slots;
-        const int group = p.n_kv_heads ? p.n_heads / p.n_kv_heads : 0;
+        const int group = widest_of(p, [](const Layer& of) { return of.queries(); });
+        const int head_width = widest_of(p, [](const Layer& of) { return of.head_width; });
         const int experts_rows = p.router.n_experts ? rows * p.router.n_used : 0;
         hidden_stride = padded(p.hidden);
-        attended_stride = p.n_heads * p.head_width;
-        qkv_stride = (p.n_heads + 2 * p.n_kv_heads) * p.head_width;
+        attended_stride = widest_of(p, [](const Layer& of) { return of.attended_width(); });
+        qkv_stride = widest_of(p, [](const Layer& of) { return of.qkv_width(); });
         inside_stride = 2 * padded(p.widest_ff);
         n_blocks = (p.max_pages * attention::PAGE + attention::BLOCK - 1) / attention::BLOCK;
         most_units = 2 * p.n_threads;
@@ -205,7 +224,7 @@ struct ForwardPass {
         into_stride = convolved_stride = selected_stride = steps_stride = 0;
         for (int i = 0; i < p.n_layers; i++)
             if (const Mixer* mixer = p.layers[i].mixer) {
-                beside = beside || p.layers[i].attends;
+                beside = beside || p.layers[i].attends();
                 widest = at_least(widest, mixer->inner);
                 into_stride = at_least(into_stride, mixer->into.rows);
                 convolved_stride = at_least(convolved_stride, channels_of(*mixer));
@@ -224,7 +243,7 @@ struct ForwardPass {
         inside = pieces.take<float>(size_t(experts_rows > rows ? experts_rows : rows) * inside_stride);
         cos_sin = pieces.take<float>(size_t(rows) * cos_sin_width(p));
         block_partials = pieces.take<float>(size_t(2) * most_units * group * n_blocks);
-        block_mixed = pieces.take<float>(size_t(most_units) * group * n_blocks * p.head_width);
+        block_mixed = pieces.take<float>(size_t(most_units) * group * n_blocks * head_width);
         inputs = pieces.take<unsigned char>(inputs_bytes(most_cols, rows));
         scores = pieces.take<float>(size_t(rows) * padded(p.router.n_scores));
         choices = pieces.take<float>(size_t(2) * rows * p.router.n_experts);
@@ -251,8 +270,8 @@ struct ForwardPass {
             ThreadScratch mine;
             mine.x = pieces.take<float>(size_t(FEW_ROWS) * hidden_stride);
             mine.row = pieces.take<float>(size_t(FEW_ROWS) * widest);
-            mine.queries = pieces.take<float>(size_t(queries) * p.head_width);
-            mine.partial = pieces.take<float>(size_t(2) * attention::MOST_QUERIES * p.head_width);
+            mine.queries = pieces.take<float>(size_t(queries) * head_width);
+            mine.partial = pieces.take<float>(size_t(2) * attention::MOST_QUERIES * head_width);
             mine.inputs = pieces.take<unsigned char>(inputs_bytes(most_cols, FEW_ROWS));
             mine.sampler = pieces.take<unsigned char>(sampler_bytes(plan.head.rows));
             own.push_back(mine);
@@ -448,8 +467,8 @@ struct ForwardPass {
         Gain gained{};
         for (int i = 0; i < plan.n_layers; i++) {
             const Layer& layer = plan.layers[i];
-            if (layer.attends || layer.mixer) gained = mix_rows(m, layer, gained);
-            if (layer.has_mlp) {
+            if (layer.attends() || layer.mixer) gained = mix_rows(m, layer, gained);
+            if (layer.ff_width) {
                 const Inputs in =
                     layer.parallel ? parallel_block(m, gained, layer.mlp_norm) : next_block(m, gained, layer.mlp_norm);
                 if (layer.experts) mlp_experts(m, layer, in);
@@ -463,11 +482,11 @@ struct ForwardPass {
     // Attention, a recurrent block, or both on the same normed rows.
     Gain mix_rows(team::Member& m, const Layer& layer, const Gain& gained) {
         const Mixer* mixer = layer.mixer;
-        const float scale = layer.attends ? layer.attention_scale : mixer->input_scale;
+        const float scale = layer.attends() ? layer.attention_scale : mixer->input_scale;
         const Inputs in = next_block(m, gained, layer.attention_norm, scale);
-        const float* beside = layer.attends && mixer ? mixed : nullptr;
+        const float* beside = layer.attends() && mixer ? mixed : nullptr;
         const Gain made{out, &layer.after_attention, &layer.attention_post_norm, beside};
-        if (!layer.attends) {
+        if (!layer.attends()) {
             recur(m, *mixer, in, out);
             return made;
         }
@@ -481,7 +500,7 @@ struct ForwardPass {
         if (is_chunk) attend_chunk(m, layer);
         else attend_rows(m, layer);
         m.barrier();
-        const Inputs seen = prepared(m, attended_stride, [&](int row) { return attended_row(m, layer, row); });
+        const Inputs seen = prepared(m, layer.attended_width(), [&](int row) { return attended_row(m, layer, row); });
         product(m, layer.out, seen, out, hidden_stride);
         m.barrier();
         return made;
@@ -587,32 +606,31 @@ struct ForwardPass {
     }
 
     attention::Past past_of(const Layer& layer, int row, int kv) const {
-        const int group = plan.n_heads / plan.n_kv_heads;
-        const attention::Heads heads{plan.kept, plan.n_kv_heads, group, plan.head_width, plan.attention_softcap};
+        const attention::Heads heads{plan.kept, layer.n_kv_heads, layer.queries(), layer.head_width, layer.softcap};
         return {heads, layer.cache, pages_of(layer, row), kv};
     }
 
     // All query heads of a row as one, and all its key heads.
     void norm_rows(const Layer& layer, int row) {
-        const int n_queries = plan.n_heads * plan.head_width;
+        const int n_queries = layer.attended_width();
         float *queries = qkv + size_t(row) * qkv_stride, *keys = queries + n_queries;
         block::normed(layer.q_norm, queries, n_queries, queries);
-        block::normed(layer.k_norm, keys, plan.n_kv_heads * plan.head_width, keys);
+        block::normed(layer.k_norm, keys, layer.n_kv_heads * layer.head_width, keys);
     }
 
     // A query head of a row, after QK norm, RoPE and scaling.
     void query_of(const Layer& layer, int row, int head, float* q) const {
-        const int width = plan.head_width;
+        const int width = layer.head_width;
         memcpy(q, qkv + size_t(row) * qkv_stride + size_t(head) * width, width * sizeof(float));
         turn(layer, row, layer.q_norm, q);
-        block::scale_by(q, plan.query_scale, width);
+        block::scale_by(q, layer.query_scale, width);
     }
 
     // A head normed and rotated, in the layer's order.
     void turn(const Layer& layer, int row, const block::Norm& norm, float* head) const {
-        if (layer.qk_norm == OF_HEADS) block::normed(norm, head, plan.head_width, head);
+        if (layer.qk_norm == OF_HEADS) block::normed(norm, head, layer.head_width, head);
         rotate(layer, row, head);
-        if (layer.qk_norm == AFTER_ROPE) block::normed(norm, head, plan.head_width, head);
+        if (layer.qk_norm == AFTER_ROPE) block::normed(norm, head, layer.head_width, head);
     }
 
     void rotate(const Layer& layer, int row, float* head) const {
@@ -623,10 +641,10 @@ struct ForwardPass {
 
     // A row's key and value of one head into its page.
     void keep(const Layer& layer, int row, const attention::Past& past) const {
-        const int width = plan.head_width;
-        float* key = qkv + size_t(row) * qkv_stride + size_t(plan.n_heads + past.kv) * width;
+        const int width = layer.head_width;
+        float* key = qkv + size_t(row) * qkv_stride + size_t(layer.n_heads + past.kv) * width;
         turn(layer, row, layer.k_norm, key);
-        attention::append(past, position_of(row), key, key + size_t(plan.n_kv_heads) * width);
+        attention::append(past, position_of(row), key, key + size_t(layer.n_kv_heads) * width);
     }
 
     // Rows of different sequences. The member that has the last block of a row and key head first stores the row's own
@@ -643,15 +661,15 @@ struct ForwardPass {
         };
         for (int row = 0; row < n_rows; row++) {
             const int last = position_of(row) + 1, first = first_visible(layer, last - 1);
-            const int n_parts = shared_by_block() ? (last - 1) / attention::BLOCK - first / attention::BLOCK + 1 : 1;
-            for (int kv = 0; kv < plan.n_kv_heads; kv++)
+            const int n_parts = shared_by_block(layer) ? (last - 1) / attention::BLOCK - first / attention::BLOCK + 1 : 1;
+            for (int kv = 0; kv < layer.n_kv_heads; kv++)
                 for (int part = 0; part < n_parts; part++)
                     take({row, kv, first / attention::BLOCK + part, first, last});
         }
         if (n_mine > 0) attend_unit(m, layer, now, {});
     }
 
-    bool shared_by_block() const { return n_rows * plan.n_kv_heads <= most_units; }
+    bool shared_by_block(const Layer& layer) const { return n_rows * layer.n_kv_heads <= most_units; }
 
     // What one member does alone: a row and key head, all blocks of it or the block `at`.
     struct AttentionUnit {
@@ -667,13 +685,15 @@ struct ForwardPass {
     void attend_unit(
         team::Member& m, const Layer& layer, const AttentionUnit& unit, const attention::NextPages& next
     ) {
-        if (shared_by_block()) return attend_block(m, layer, unit, next);
+        if (shared_by_block(layer)) return attend_block(m, layer, unit, next);
         const attention::Past past = past_of(layer, unit.row, unit.kv);
         keep(layer, unit.row, past);
         attend_run(m, layer, unit.row, unit.row + 1, past, next);
     }
 
-    size_t block_place(int row, int head, int at) const { return (size_t(row) * plan.n_heads + head) * n_blocks + at; }
+    size_t block_place(const Layer& layer, int row, int head, int at) const {
+        return (size_t(row) * layer.n_heads + head) * n_blocks + at;
+    }
 
     void attend_block(
         team::Member& m, const Layer& layer, const AttentionUnit& unit, const attention::NextPages& next
@@ -692,11 +712,11 @@ struct ForwardPass {
                 float* q = mine.queries + size_t(i) * of.width;
                 query_of(layer, row, head, q);
                 queries[i] = {q, first, last};
-                partials[i].mixed = block_mixed + block_place(row, head, at) * of.width;
+                partials[i].mixed = block_mixed + block_place(layer, row, head, at) * of.width;
             }
             attention::attend_typed(past, at, queries, n, partials, next);
             for (int i = 0; i < n; i++) {
-                float* to = block_partials + 2 * block_place(row, kv * of.group + begin + i, at);
+                float* to = block_partials + 2 * block_place(layer, row, kv * of.group + begin + i, at);
                 to[0] = partials[i].top;
                 to[1] = partials[i].sum;
             }
@@ -706,13 +726,13 @@ struct ForwardPass {
     // What all heads of a row have seen: there already, or joined of the blocks.
     const float* attended_row(team::Member& m, const Layer& layer, int row) {
         float* there = attended + size_t(row) * attended_stride;
-        if (is_chunk || !shared_by_block()) return there;
-        const int width = plan.head_width, position = position_of(row), first = first_visible(layer, position);
+        if (is_chunk || !shared_by_block(layer)) return there;
+        const int width = layer.head_width, position = position_of(row), first = first_visible(layer, position);
         float* to = few() ? normed_row(m, row) : there;
         attention::SoftmaxState all{0, 0, own[m.me].partial};
-        for (int head = 0; head < plan.n_heads; head++) {
+        for (int head = 0; head < layer.n_heads; head++) {
             for (int at = first / attention::BLOCK; at * attention::BLOCK <= position; at++) {
-                const size_t place_of = block_place(row, head, at);
+                const size_t place_of = block_place(layer, row, head, at);
                 const float* partial = block_partials + 2 * place_of;
                 const attention::SoftmaxState part{partial[0], partial[1], block_mixed + place_of * width};
                 attention::join(all, part, width, at == first / attention::BLOCK);
@@ -737,12 +757,12 @@ struct ForwardPass {
     // All keys and values first, then rows of one sequence together, key head by key head.
     void attend_chunk(team::Member& m, const Layer& layer) {
         m.each(n_rows, [&](int row) {
-            for (int kv = 0; kv < plan.n_kv_heads; kv++) keep(layer, row, past_of(layer, row, kv));
+            for (int kv = 0; kv < layer.n_kv_heads; kv++) keep(layer, row, past_of(layer, row, kv));
         });
         m.barrier();
-        for (int unit = m.me; unit < n_runs * plan.n_kv_heads; unit += m.n) {
-            const int run = unit / plan.n_kv_heads;
-            const attention::Past past = past_of(layer, run_begins[run], unit % plan.n_kv_heads);
+        for (int unit = m.me; unit < n_runs * layer.n_kv_heads; unit += m.n) {
+            const int run = unit / layer.n_kv_heads;
+            const attention::Past past = past_of(layer, run_begins[run], unit % layer.n_kv_heads);
             attend_run(m, layer, run_begins[run], run_begins[run + 1], past, {});
         }
     }

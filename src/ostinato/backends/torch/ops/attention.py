@@ -8,7 +8,8 @@ from torch import Tensor
 def attention_torch(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None
 ) -> Tensor:
-    """q [rows, heads, width] over k, v [cells, kv_heads, width] gives [rows, heads, width] in q.dtype.
+    """q [rows, heads, width] over k [cells, kv_heads, width] and v [cells, kv_heads, value width] gives
+    [rows, heads, value width] in q.dtype.
 
     mask [rows, cells] is true where a row may attend; None: every row attends to every cell. A soft cap bounds the
     scores to +-softcap by tanh before the mask. Bound by reading k and v at few rows.
@@ -16,8 +17,9 @@ def attention_torch(
     queries, keys, values = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
     if softcap is None and len(q) == 1:
         # The heads of a group become rows of their shared key head, so that it is read once and not for each.
-        together = q.view(1, k.shape[1], -1, q.shape[-1])
-        return F.scaled_dot_product_attention(together, keys, values, attn_mask=mask, scale=scale).view(q.shape)
+        together = q.reshape(1, k.shape[1], -1, q.shape[-1])
+        out = F.scaled_dot_product_attention(together, keys, values, attn_mask=mask, scale=scale)
+        return out.view(1, q.shape[1], -1)
     if softcap is None:
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
     else:

@@ -12,6 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ostinato.models.shape import AttentionShape
+
 BLOCK: Final = 256
 Past = Callable[[int, int], tuple[Tensor, Tensor]]  # keys and values of positions [first, stop), [n, kv_heads, width]
 
@@ -20,32 +22,29 @@ def blocked_attention_torch(
     q: Tensor,
     past: Past,
     n_past: int,
-    kv_heads: int,
+    shape: AttentionShape,
     *,
     start: int,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
 ) -> Tensor:
     """q [rows, heads, width], row i at position start + i, over the keys and values of `n_past` positions from 0 on.
 
-    Gives [rows, heads, width] in q.dtype. Rows beyond the last position are padding and come out as numbers without
-    meaning.
+    Gives [rows, heads, value width] in q.dtype. Rows beyond the last position are padding and come out as numbers
+    without meaning.
     """
     rows, heads, width = q.shape
-    group = heads // kv_heads
+    group, kv_heads, window = shape.group, shape.n_kv_heads, shape.window
     # The heads of a group are rows of their key head: [kv_heads, rows * group, width].
     queries = q.view(rows, kv_heads, group, width).permute(1, 0, 2, 3).reshape(kv_heads, rows * group, width)
     at = torch.arange(start, start + rows, device=q.device).repeat_interleave(group).unsqueeze(-1)
     top = torch.full((kv_heads, rows * group, 1), float("-inf"), device=q.device)
-    total, mixed = torch.zeros_like(top), torch.zeros((kv_heads, rows * group, width), device=q.device)
+    total, mixed = torch.zeros_like(top), torch.zeros((kv_heads, rows * group, shape.value_width), device=q.device)
     for first in range(0, n_past, BLOCK):
         if window is not None and first + BLOCK <= start + 1 - window:
             continue  # out of every row's window
         keys, values = map(_whole, past(first, min(first + BLOCK, n_past)))
-        scores = torch.bmm(queries, keys.transpose(1, 2)).float() * scale
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
+        scores = torch.bmm(queries, keys.transpose(1, 2)).float() * shape.query_scale
+        if shape.softcap is not None:
+            scores = torch.tanh(scores / shape.softcap) * shape.softcap
         there = torch.arange(first, first + BLOCK, device=q.device)
         hidden = there > at if window is None else (there > at) | (at - there >= window)
         scores = scores.masked_fill(hidden, float("-inf"))
@@ -56,8 +55,8 @@ def blocked_attention_torch(
         total = total * fade + shares.sum(-1, keepdim=True)
         mixed = mixed * fade + torch.bmm(shares.to(q.dtype), values).float()
         top = higher
-    out = (mixed / total).view(kv_heads, rows, group, width)
-    return out.permute(1, 0, 2, 3).reshape(rows, heads, width).to(q.dtype)
+    out = (mixed / total).view(kv_heads, rows, group, -1)
+    return out.permute(1, 0, 2, 3).reshape(rows, heads, -1).to(q.dtype)
 
 
 def _whole(piece: Tensor) -> Tensor:

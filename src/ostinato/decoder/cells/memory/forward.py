@@ -21,6 +21,7 @@ from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.cells.memory.cells import Cells
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.slots import Slot
+from ostinato.models.blocks import Attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +61,14 @@ class KVPart:
             )
         return KVPart(store, tuple(views))
 
-    def attend(
-        self, ops: Ops, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
-    ) -> Tensor:
-        keys, values = self.store.keys[layer], self.store.values[layer]
+    def attend(self, ops: Ops, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s, keys, values = block.shape, self.store.keys[block.layer], self.store.values[block.layer]
         seen = []
         for view in self.views:
             keys.write(view.stream, view.written, k[view.rows])
             values.write(view.stream, view.written, v[view.rows])
-            all_keys, all_values = (half.read(view.stream, view.seen, q.dtype) for half in (keys, values))
-            seen.append(ops.attention(q[view.rows], all_keys, all_values, view.mask, scale=scale, softcap=softcap))
+            past = (half.read(view.stream, view.seen, q.dtype) for half in (keys, values))
+            seen.append(ops.attention(q[view.rows], *past, view.mask, scale=s.query_scale, softcap=s.softcap))
         return seen[0] if len(seen) == 1 else torch.cat(seen)
 
 
@@ -98,10 +97,8 @@ class EncoderPart:
         seen = member[ubatch.primary]
         return EncoderPart(None if seen.all() else torch.from_numpy(seen).to(device))
 
-    def attend(
-        self, ops: Ops, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
-    ) -> Tensor:
-        return ops.attention(q, k, v, self.mask, scale=scale, softcap=softcap)
+    def attend(self, ops: Ops, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ops.attention(q, k, v, self.mask, scale=block.shape.query_scale, softcap=block.shape.softcap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +118,9 @@ class ForwardMemory:
     def n_planes(self) -> int:
         return 1 if self.states_store is None else self.states_store.planes
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> Tensor:
+    def attend(self, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.before_layer()
-        part = self.parts[self.part_of[layer]]
-        return part.attend(self.ops, layer, q, k, v, scale=scale, softcap=softcap)
+        return self.parts[self.part_of[block.layer]].attend(self.ops, block, q, k, v)
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
         self.before_layer()
