@@ -142,7 +142,7 @@ def samples() -> dict[str, list[Sample]]:
     ]
     for name, model in both:
         family, shape = _read(model.kind, model.config)
-        if shape.recurrent is None:
+        if not shape.recurrent:
             family, shape = _read(model.kind, _usual(model.config))
         found.setdefault(family.name, []).append(Sample(name, model.kind, model.architecture, shape))
     return found

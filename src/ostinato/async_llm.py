@@ -199,10 +199,11 @@ class AsyncLLM:
         pooling: str | None = None,
         *,
         normalize: bool | None = None,
+        prompt: str | None = None,
     ) -> Floats:
         """One vector per text (`LLM.embed`)."""
         llm = self._here()
-        return await self._in(self._beside, lambda: llm.embed(texts, pooling, normalize=normalize))
+        return await self._in(self._beside, lambda: llm.embed(texts, pooling, normalize=normalize, prompt=prompt))
 
     async def rank(self, query: str, texts: Sequence[str]) -> Floats:
         """How well each text answers the query, by a ranking model (`LLM.rank`)."""

@@ -71,6 +71,7 @@ from ostinato.options import (
 from ostinato.processes import OpenedHere
 from ostinato.text.grammar import Grammars
 from ostinato.text.of_checkpoint import template_of, tokenizer_of
+from ostinato.text.retrieval import forms_of
 from ostinato.text.template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -205,6 +206,7 @@ class LLM:
     def _load_tokenizer(self) -> None:
         self.tokenizer = tokenizer_of(self._checkpoint)
         self.template = template_of(self._checkpoint, self.tokenizer)
+        self.retrieval = forms_of(self._checkpoint)
 
     def __repr__(self) -> str:
         if self._closed:
@@ -580,6 +582,7 @@ class LLM:
         pooling: str | None = None,
         *,
         normalize: bool | None = None,
+        prompt: str | None = None,
     ) -> Floats:
         """One vector per text, from the last hidden rows.
 
@@ -590,6 +593,8 @@ class LLM:
             pooling: `mean`, `cls`, `last` or `rank`; the default is the model's own, else `mean`. With `rank`, a
                 ranking model gives its scores [texts, classes].
             normalize: scale to unit length; the default is an encoder's own setting, and true for a decoder.
+            prompt: the name of a prompt of the model's files (`query`, say), which is put before each text; the default
+                is the one that the files name, else none.
 
         Returns:
             float32 [texts, hidden], also for one text.
@@ -598,7 +603,7 @@ class LLM:
             PromptTooLong: a text does not fit the context.
         """
         several: Sequence[Any] = [texts] if is_one_text(texts) else listed(texts)
-        vectors = list(self.each_embedding(several, pooling, normalize=normalize))
+        vectors = list(self.each_embedding(several, pooling, normalize=normalize, prompt=prompt))
         return np.stack(vectors) if vectors else np.empty((0, self.shape.hidden), np.float32)
 
     def each_embedding(
@@ -607,6 +612,7 @@ class LLM:
         pooling: str | None = None,
         *,
         normalize: bool | None = None,
+        prompt: str | None = None,
     ) -> Iterator[Floats]:
         """The vector of each text, as `embed` gives it, as soon as it is computed. A reader that stops before the end
         cancels the rest.
@@ -617,6 +623,7 @@ class LLM:
             texts: texts, or the token ids of each.
             pooling: as for `embed`.
             normalize: as for `embed`.
+            prompt: as for `embed`; token ids are taken as they are.
 
         Yields:
             float32 [hidden], in the order of `texts`.
@@ -631,7 +638,8 @@ class LLM:
         wanted = pooling or (self.shape.pooling if self.shape.pooling != "none" else None) or "mean"
         if not texts:
             return
-        ids = [self.tokenize(text) if isinstance(text, str) else whole_ids(text) for text in texts]
+        before = self.retrieval.prompt(prompt)
+        ids = [self.tokenize(before + text) if isinstance(text, str) else whole_ids(text) for text in texts]
         if self._encoder is None:
             vectors = each_vector(self._text_engine, ids, wanted)
         else:
@@ -639,7 +647,8 @@ class LLM:
                 check_prompt(text, shape=self.shape, context=self.context)
             vectors = self._encoder.each_vector(ids, wanted)
         if normalize is None:
-            normalize = wanted != "rank" and (self.shape.causal or self.shape.normalise)
+            own = self.shape.pooling is not None  # a model for embeddings says so itself
+            normalize = wanted != "rank" and (self.shape.normalise if own else True)
         for vector in vectors:
             if normalize:
                 vector = vector / np.maximum(np.linalg.norm(vector, axis=-1, keepdims=True), np.float32(1e-12))
@@ -659,8 +668,7 @@ class LLM:
         """
         if not listed(texts):
             return np.empty((0, self.shape.n_classes or 1), np.float32)
-        first = self.tokenize(query)
-        pairs = [(first, [*self.tokenize(text, bos=False), *self.tokenizer.suffix]) for text in texts]
+        pairs = [self.retrieval.pair(self.tokenizer, query, text) for text in texts]
         for pair in pairs:
             check_prompt([*pair[0], *pair[1]], shape=self.shape, context=self.context)
         if self._encoder is None:

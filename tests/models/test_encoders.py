@@ -1,4 +1,4 @@
-"""bert and nomic-bert, in every form that people have, give the rows and scores of transformers."""
+"""bert, xlm-roberta and nomic-bert, in every form that people have, give the rows and scores of transformers."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ def test_hidden_rows_equal_those_of_transformers(name: str, form: str, tiny_file
 @pytest.mark.parametrize(("name", "form"), [c for c in tiny_encoders.CASES if c[0] in RANKERS], ids=lambda part: part)
 def test_scores_of_a_pair_equal_those_of_transformers(name: str, form: str, tiny_files: Path) -> None:
     model = plain_memory.load(tiny_encoders.written(name, form, tiny_files))
-    ids, types = tiny_encoders.pair()
+    ids, types = tiny_encoders.pair(name)
     pooled = plain_memory.hidden(model, ids, types=types)[:1]
     with torch.inference_mode():
         found = model.rank(pooled)
@@ -61,6 +61,8 @@ def test_which_of_two_texts_a_token_is_of_matters(tiny_files: Path) -> None:
         ("bert-last", "current", "last"),
         ("bert-rank", "current", "rank"),
         ("bert-rank", "gguf", "rank"),
+        ("xlm-roberta", "current", "cls"),
+        ("xlm-roberta-rank", "current", "rank"),
         ("nomic-bert", "current", "mean"),
         ("nomic-bert", "gguf", "mean"),
     ],
@@ -127,6 +129,7 @@ def test_a_layer_after_the_pooling_is_refused_by_name(tmp_path: Path, tiny_files
         ("bert", False, "position_embedding_type", "relative_key"),
         ("bert", False, "is_decoder", True),
         ("bert", False, "hidden_act", "relu"),
+        ("xlm-roberta", False, "pad_token_id", 0),
         ("nomic-bert", False, "head_dim", 8),
         ("nomic-bert", True, "moe_every_n_layers", 2),
         ("nomic-bert", True, "qkv_proj_bias", True),
@@ -282,7 +285,7 @@ def test_an_encoder_generates_nothing_and_says_so(tiny_files: Path) -> None:
 def test_ranking_a_text_for_a_query_gives_the_scores_of_transformers(
     name: str, form: str, mode: str, tiny_files: Path
 ) -> None:
-    ids, types = tiny_encoders.pair()
+    ids, types = tiny_encoders.pair(name)
     with LLM(tiny_encoders.written(name, form, tiny_files), device="cpu", mode=mode) as llm:
         found = torch.from_numpy(llm.rank(tiny_encoders.PAIR[0], [tiny_encoders.PAIR[1], tiny_encoders.PAIR[0]]))
     assert found.shape[0] == 2

@@ -260,7 +260,8 @@ def _add_falcon_h1(writer: Any, config: Config) -> None:
 
 def _add_encoder(writer: Any, config: Config) -> None:
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
+    unused = config["pad_token_id"] + 1 if config["model_type"] == "xlm-roberta" else 0
+    writer.add_context_length(config["max_position_embeddings"] - unused)
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
@@ -312,6 +313,8 @@ def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor])
             name, value = _mixer_part(name, _multiplied(name, value, config), config)
         elif architecture in ("bert", "nomic-bert"):
             name = _encoder_name(name, config)
+            if config["model_type"] == "xlm-roberta" and "position_embeddings" in name:
+                value = value[config["pad_token_id"] + 1 :]
             if name.startswith(("pooler.", "cls.predictions.")):
                 continue
         yield name, value
@@ -328,9 +331,10 @@ def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor])
 
 def _encoder_name(name: str, config: Config) -> str:
     """The name that the map knows; a ranking head's two layers are `cls` and `cls.output`."""
-    name = name.removeprefix("bert.")
+    name = name.removeprefix("roberta.").removeprefix("bert.")
     if config["pooling"] == "rank":
-        name = name.replace("pooler.dense", "cls").replace("classifier", "cls.output")
+        name = name.replace("pooler.dense", "cls").replace("classifier.dense", "cls")
+        name = name.replace("classifier.out_proj", "cls.output").replace("classifier", "cls.output")
     return name
 
 

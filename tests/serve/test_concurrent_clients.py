@@ -300,6 +300,13 @@ def test_embeddings_come_as_numbers_and_as_base64(server: Running) -> None:
     assert as_numbers.usage.prompt_tokens == sum(len(server.llm.tokenize(text)) for text in ("one", "two"))
 
 
+def test_a_prompt_that_the_model_does_not_have_is_refused_by_name(server: Running) -> None:
+    answer = server.post("/v1/embeddings", {"input": "one", "prompt_name": "query"})
+    assert answer.status_code == 400
+    assert "unknown prompt 'query'" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "prompt_name"
+
+
 def test_embeddings_take_turns_in_a_bounded_line_that_whoever_leaves_is_out_of(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -240,3 +240,14 @@ def test_ids_are_those_of_transformers(pieces_folder: Path, bytes_folder: Path) 
             assert ours.encode(text, special=True) == ids
             assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
+
+
+@pytest.mark.parametrize(("pair", "between"), [("<s> $A </s> </s> $B </s>", (2,)), ("<s> $A </s> $B </s>", ())])
+def test_a_pair_is_written_as_the_post_processor_does(tmp_path: Path, pair: str, between: tuple[int, ...]) -> None:
+    library = sentencepiece_library()
+    ends = [("<s>", 1), ("</s>", 2)]
+    library.post_processor = processors.TemplateProcessing(single="<s> $A </s>", pair=pair, special_tokens=ends)
+    tokenizer = tokenizer_from_folder(write(tmp_path, library))
+    assert tokenizer.between == between
+    first, second = tokenizer.encode_pair("the", "hello")
+    assert [*first, *second] == library.encode("the", "hello").ids

@@ -332,3 +332,22 @@ def test_a_damaged_unigram_vocabulary_is_refused(changes: Metadata, why: str) ->
     assert tokenizer_of({f"tokenizer.ggml.{key}": value for key, value in whole.items()}).encode("a") == [3, 4, 1]
     with pytest.raises(BadFile, match=why):
         tokenizer_of({f"tokenizer.ggml.{key}": value for key, value in {**whole, **changes}.items()})
+
+
+def test_two_texts_stand_as_one_as_the_vocabulary_has_it() -> None:
+    unigrams = {
+        "model": "t5",
+        "tokens": ["<s>", "<pad>", "</s>", "<unk>", "\u2581a", "\u2581b"],
+        "token_type": [3, 3, 3, 2, 1, 1],
+        "scores": [0.0, 0.0, 0.0, 0.0, -1.0, -2.0],
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "unknown_token_id": 3,
+        "add_bos_token": True,
+    }
+    roberta = tokenizer_of({f"tokenizer.ggml.{key}": value for key, value in unigrams.items()})
+    assert roberta.encode_pair("a", "b") == ([0, 4, 2], [2, 5, 2])
+    bert = tokenizer_of(wordpiece())
+    first, second = bert.encode_pair("hello", "world")
+    assert (bert.texts[first[0]], bert.texts[first[-1]], bert.texts[second[-1]]) == ("[CLS]", "[SEP]", "[SEP]")
+    assert len(first) + len(second) == 5

@@ -102,6 +102,10 @@ def embed(
     pooling: Annotated[
         PoolingName | None, Flag("How the rows of a text become one; by default the model's own way, else mean.")
     ] = None,
+    prompt: Annotated[
+        str | None,
+        Flag("A prompt of the model's files, put before each text; by default the model's own.", metavar="NAME"),
+    ] = None,
     model: flags.Model = DEFAULT,
     load: flags.ToCompute,
     as_json: flags.Json = False,
@@ -112,7 +116,7 @@ def embed(
     """
     given = _texts(texts, file)
     with opened(model, load) as llm:
-        vectors: list[list[float]] = llm.embed(given, pooling=pooling).tolist()
+        vectors: list[list[float]] = llm.embed(given, pooling=pooling, prompt=prompt).tolist()
     _check_numbers(llm, chain.from_iterable(vectors))
     if as_json:
         used = pooling or llm.shape.pooling or "mean"

@@ -48,11 +48,6 @@ def pooling(name: str, *, ranks: bool = True) -> Pooling:
     return Pooling(name)
 
 
-def rule_to_rank(stated: str | None) -> Pooling:
-    """Which rows a ranking model ranks: as its file states, else those of cls."""
-    return Pooling(stated) if stated in ("mean", "cls", "last") else Pooling.CLS
-
-
 class _Rule(Protocol):
     """Carries one sequence's rows to one float32 vector."""
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ostinato.backends.base import ChunkOutput
-from ostinato.decoder.pooling import Pooled, Pooling, rule_to_rank
+from ostinato.decoder.pooling import Pooled, Pooling
 from ostinato.decoder.pooling import pooling as pooling_named
 from ostinato.engine.engine import Engine
 from ostinato.engine.work import WorkSpec, WorkText
@@ -73,7 +73,7 @@ def each_vector(
     causal, runner = engine.shape.causal, engine.runner
     kind = pooling_named(pooling, ranks=runner.model.ranking is not None)
     head = runner.ranked if kind is Pooling.RANK else None
-    pooled = Pooled(kind, head=head, rank_by=rule_to_rank(engine.shape.pooling))
+    pooled = Pooled(kind, head=head, rank_by=Pooling(engine.shape.rank_by))
     asked = [pooled.rule.rows_of(len(ids)) for ids in texts]
     wanted = [
         # With causal attention no row depends on tokens after it: those after the last row asked for are left out.

@@ -34,6 +34,7 @@ _BESIDE_WEIGHTS = (  # optional files that also affect the answer
     "chat_template.json",
     "modules.json",
     "1_Pooling/config.json",
+    "config_sentence_transformers.json",
 )
 
 

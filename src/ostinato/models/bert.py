@@ -1,8 +1,10 @@
-"""bert and nomic-bert: encoders, whose rows see the whole text; for embeddings, and with a head for ranking.
+"""bert, xlm-roberta and nomic-bert: encoders, whose rows see the whole text; for embeddings, and with a head for
+ranking.
 
-Norms come after each block. bert adds a learned position and which of two texts a token is of; nomic-bert uses
-RoPE and a gated MLP. Pooling is what the file says: GGUF's `pooling_type`, or the
-folder's `1_Pooling/config.json` (`pooling.py`); mean where neither does, and rank where there is a head for it.
+Norms come after each block. bert adds a learned position and which of two texts a token is of; xlm-roberta's positions
+begin behind that of padding, and in GGUF it is a bert; nomic-bert uses RoPE and a gated MLP. Pooling is what the file
+says: GGUF's `pooling_type`, or the folder's `1_Pooling/config.json` (`pooling.py`); mean where neither does, and rank
+where there is a head for it.
 """
 
 import re
@@ -20,8 +22,10 @@ from ostinato.models.fields import Description
 from ostinato.models.pooling import pooling_of_folder, pooling_of_gguf
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Shape, activation_from_config, alike, common_from_gguf, limited
+from ostinato.models.tensors import Transform
 
 NOMIC_BASE = 1000.0
+FIRST_POSITION = 2  # of a text in xlm-roberta's table: positions count from the id of padding
 
 
 # Shapes
@@ -48,14 +52,15 @@ def bert_from_gguf(f: Description) -> Shape:
     return replace(shape, activation="gelu", attention_bias=True, mlp_bias=True)
 
 
-def encoder_from_config(c: Description, rope: Rope | None, sizes: dict[str, Any]) -> Shape:
+def encoder_from_config(
+    c: Description, rope: Rope | None, sizes: dict[str, Any], out: str = "classifier.weight"
+) -> Shape:
+    """`out`: the last tensor of a ranking head."""
     limited(sizes["n_layers"], c)
-    head = c.tensors.get("classifier.weight")
+    head = c.tensors.get(out)
     ranks = c.checkpoint.architecture.endswith("ForSequenceClassification")
     if ranks and head is None:
-        raise BadFile(
-            f"{c.path}: {c.checkpoint.architecture} without a tensor classifier.weight; the file is incomplete"
-        )
+        raise BadFile(f"{c.path}: {c.checkpoint.architecture} without a tensor {out}; the file is incomplete")
     pooling, normalise = pooling_of_folder(c.path)
     return alike(
         c.family,
@@ -69,12 +74,19 @@ def encoder_from_config(c: Description, rope: Rope | None, sizes: dict[str, Any]
     )
 
 
-def bert_from_config(c: Description) -> Shape:
+def bert_from_config(c: Description, out: str = "classifier.weight") -> Shape:
     kind = c.word("position_embedding_type", "absolute")
     if kind != "absolute" or c.flag("is_decoder", False):
         raise Unsupported(f"{c.path}: a bert with {kind} positions or as a decoder is not supported")
     sizes = {**usual_sizes(c), "activation": activation_from_config(c) if c.has("hidden_act") else "gelu"}
-    return replace(encoder_from_config(c, None, sizes), attention_bias=True, mlp_bias=True)
+    return replace(encoder_from_config(c, None, sizes, out), attention_bias=True, mlp_bias=True)
+
+
+def roberta_from_config(c: Description) -> Shape:
+    if c.integer("pad_token_id", 1, least=0) + 1 != FIRST_POSITION:
+        raise Unsupported(f"{c.path}: an xlm-roberta whose pad_token_id is not {FIRST_POSITION - 1} is not supported")
+    shape = bert_from_config(c, "classifier.out_proj.weight")
+    return replace(shape, context=shape.context - FIRST_POSITION)
 
 
 def usual_sizes(c: Description) -> dict[str, Any]:
@@ -167,8 +179,10 @@ NOMIC_STEMS = {
     "encoder.layers.*.mlp.fc2": "blk.*.ffn_down",
     "encoder.layers.*.norm2": "blk.*.layer_output_norm",
 }
+ROBERTA_HEAD = {"classifier.dense": "cls", "classifier.out_proj": "cls.output"}
+BEHIND_PADDING = Transform(lambda ours: (ours[0] + FIRST_POSITION, *ours[1:]), lambda rows: rows[FIRST_POSITION:])
 # Heads that predict masked words or the next sentence: not used here.
-OTHER_HEADS = re.compile(BUFFERS.pattern + r"|cls\.(predictions|seq_relationship)\..*")
+OTHER_HEADS = re.compile(BUFFERS.pattern + r"|cls\.(predictions|seq_relationship)\..*|lm_head\..*")
 
 BERT = Family(
     "bert",
@@ -177,6 +191,18 @@ BERT = Family(
     shape_from_gguf=bert_from_gguf,
     shape_from_config=bert_from_config,
     names=with_prefix("bert.", BERT_STEMS),
+    ignored=OTHER_HEADS,
+    model=partial(Builder.encoder, learned_positions=True),
+)
+
+XLM_ROBERTA = Family(
+    "xlm-roberta",
+    partial(layer, mlp=Builder.plain_mlp),
+    hf=("XLMRobertaModel", "XLMRobertaForMaskedLM", "XLMRobertaForSequenceClassification"),
+    in_gguf=False,
+    shape_from_config=roberta_from_config,
+    names=with_prefix("roberta.", BERT_STEMS) | ROBERTA_HEAD,
+    config_transforms={"position_embd.weight": BEHIND_PADDING},
     ignored=OTHER_HEADS,
     model=partial(Builder.encoder, learned_positions=True),
 )

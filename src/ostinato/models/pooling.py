@@ -8,7 +8,7 @@ from typing import Any
 
 from ostinato.errors import BadFile, Unsupported
 from ostinato.files.json_file import read_text
-from ostinato.models.fields import Fields
+from ostinato.models.fields import Description, Fields
 
 GGUF_POOLING = ("none", "mean", "cls", "last", "rank")
 FOLDER_POOLING = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "last"}
@@ -22,6 +22,15 @@ def pooling_of_gguf(f: Fields, *, ranks: bool) -> str:
     if GGUF_POOLING[kind] == "rank" and not ranks:
         raise BadFile(f"{f.path}: {f.prefix}pooling_type is rank, and there is no cls.output.weight to rank with")
     return GGUF_POOLING[kind]
+
+
+def pooling_of_decoder(c: Description) -> tuple[str | None, bool]:
+    """How a decoder that was trained for embeddings makes one vector of a text, and whether its files say that this has
+    length 1; None for one that was not."""
+    if c.checkpoint.format == "gguf":
+        stated = c.has("pooling_type")
+        return (pooling_of_gguf(c, ranks="cls.output.weight" in c.tensors), True) if stated else (None, False)
+    return pooling_of_folder(c.path) if (c.path / "modules.json").exists() else (None, False)
 
 
 def pooling_of_folder(folder: Path) -> tuple[str, bool]:

@@ -1,17 +1,21 @@
 """qwen3, qwen3vl and qwen3moe: llama's blocks with an RMS norm on every query and key head, dense or with routed
-experts.
+experts. A qwen3 that was trained for embeddings pools as its files say; one that ranks has a head of two words.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from ostinato.errors import Unsupported
+from ostinato.models.blocks import AnyLayer, ModelBlocks
 from ostinato.models.builder import Builder
 from ostinato.models.experts import EXPERT_NAMES, count_from_config, dense_layers, experts_from_gguf
 from ostinato.models.family import COMMON_NAMES, Family
 from ostinato.models.fields import Description
+from ostinato.models.pooling import pooling_of_gguf
 from ostinato.models.qwen2 import without_unused_window
 from ostinato.models.shape import ExpertShape, Shape, common_from_gguf
-from ostinato.models.tensors import SWAPPED
+from ostinato.models.tensors import SWAPPED, Transform
 
 
 def moe_from_gguf(f: Description) -> Shape:
@@ -31,9 +35,35 @@ def moe_from_config(c: Description) -> Shape:
     return replace(shape, experts=experts)
 
 
+def qwen3_from_gguf(f: Description) -> Shape:
+    """A model that ranks has the rows of `yes` and `no` of its head, whose difference says how likely yes is."""
+    shape = common_from_gguf(f)
+    if "cls.output.weight" not in f.tensors:
+        return shape
+    labels = list(f.raw("classifier.output_labels") or ())
+    if labels != ["yes", "no"]:
+        raise Unsupported(f"{f.path}: a {f.family} that ranks by {labels} is not supported; known: yes and no")
+    return replace(shape, pooling=pooling_of_gguf(f, ranks=True), rank_by="last", n_classes=1)
+
+
+def model_or_ranker(b: Builder, layers: Sequence[AnyLayer]) -> ModelBlocks:
+    model = b.model(layers)
+    return model if b.shape.n_classes is None else replace(model, ranking=b.ranking(b.shape.n_classes))
+
+
 LAYER = partial(Builder.layer, qk_norm=True)
 
-QWEN3 = Family("qwen3", LAYER, hf=("Qwen3ForCausalLM",), shape_from_config=without_unused_window)
+YES_MINUS_NO = Transform(lambda ours: (2, *ours[1:]), lambda rows: rows[:1] - rows[1:])
+
+QWEN3 = Family(
+    "qwen3",
+    LAYER,
+    hf=("Qwen3ForCausalLM", "Qwen3Model"),
+    shape_from_gguf=qwen3_from_gguf,
+    shape_from_config=without_unused_window,
+    gguf_transforms={"cls.output.weight": YES_MINUS_NO},
+    model=model_or_ranker,
+)
 
 # The text part of Qwen3-VL. Its rotary sections are of height, width and time, which are one position in a text.
 QWEN3_VL = Family("qwen3vl", LAYER, text_types=("qwen3_vl_text",), shape_from_config=without_unused_window)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
@@ -9,7 +10,7 @@ from typing import Any, Final
 from ostinato.errors import UnknownName, first_few
 from ostinato.files.checkpoint import Checkpoint
 from ostinato.models.arcee import ARCEE
-from ostinato.models.bert import BERT, NOMIC_BERT
+from ostinato.models.bert import BERT, NOMIC_BERT, XLM_ROBERTA
 from ostinato.models.blocks import ModelBlocks, leaves_of
 from ostinato.models.cohere import COHERE2, COMMAND_R
 from ostinato.models.ernie4_5 import ERNIE4_5
@@ -32,6 +33,7 @@ from ostinato.models.olmo2 import OLMO2, OLMO3
 from ostinato.models.olmoe import OLMOE
 from ostinato.models.phi2 import PHI2
 from ostinato.models.phi3 import PHI3
+from ostinato.models.pooling import pooling_of_decoder
 from ostinato.models.qwen2 import QWEN2
 from ostinato.models.qwen2_moe import QWEN2_MOE
 from ostinato.models.qwen3 import QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
@@ -44,9 +46,9 @@ from ostinato.models.tensors import TensorTable, spelled, stem_of, translate
 
 FAMILIES: Final = (
     LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, PHI3, GPT2, MIXTRAL, MAMBA, MAMBA2, FALCON_H1, BERT,
-    NOMIC_BERT, SMOLLM3, GRANITE, QWEN3_VL, QWEN2_MOE, OLMO2, OLMO3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5, HUNYUAN_DENSE,
-    ARCEE, STARCODER2, STABLELM, PHI2, GPTNEOX, COMMAND_R, COHERE2, QWEN3_VL_MOE, GLM4_MOE, ERNIE4_5_MOE,
-    GRANITE_MOE, OLMOE,
+    NOMIC_BERT, XLM_ROBERTA, SMOLLM3, GRANITE, QWEN3_VL, QWEN2_MOE, OLMO2, OLMO3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5,
+    HUNYUAN_DENSE, ARCEE, STARCODER2, STABLELM, PHI2, GPTNEOX, COMMAND_R, COHERE2, QWEN3_VL_MOE, GLM4_MOE,
+    ERNIE4_5_MOE, GRANITE_MOE, OLMOE,
 )  # fmt: skip
 
 BY_GGUF: Final[Mapping[str, Family]] = MappingProxyType({f.name: f for f in FAMILIES if f.in_gguf})
@@ -54,6 +56,9 @@ BY_CONFIG: Final[Mapping[str, Family]] = MappingProxyType({name: f for f in FAMI
 BY_TEXT_CONFIG: Final[Mapping[str, Family]] = MappingProxyType({name: f for f in FAMILIES for name in f.text_types})
 # How folders of several parts call the tensors of their text part, and how a folder of that part alone calls them.
 _TEXT_PART: Final = re.compile(r"(?:model\.language_model|language_model\.model)\.|language_model\.(?=lm_head\.)")
+
+# How a folder of the inner model alone, without a head, calls its tensors: what comes behind `model.` elsewhere.
+_INNER: Final = ("embed_tokens.", "layers.", "norm.")
 
 
 def family_of(checkpoint: Checkpoint) -> Family:
@@ -95,7 +100,13 @@ def read_shape(checkpoint: Checkpoint) -> Shape:
     family = family_of(checkpoint)
     stated = Description.of(checkpoint, family.name, family.config_defaults)
     read = family.shape_from_gguf if checkpoint.format == "gguf" else family.shape_from_config
-    return checked(read(stated), stated)
+    shape = read(stated)
+    if shape.causal and shape.pooling is None:
+        pooling, normalise = pooling_of_decoder(stated)
+        shape = replace(shape, pooling=pooling, normalise=normalise)
+        if pooling is not None and "output.weight" not in tensors_by_our_names(checkpoint, family):
+            shape = replace(shape, tied_head=True)  # a folder for embeddings need not have a head for words
+    return checked(shape, stated)
 
 
 def table_of(checkpoint: Checkpoint) -> TensorTable:
@@ -109,6 +120,14 @@ def table_of(checkpoint: Checkpoint) -> TensorTable:
     names = {ours: alone[name] for ours, name in translate(alone, family.names, family.ignored).items()}
     transforms = {**family.config_transforms, **family.shape_transforms(read_shape(checkpoint))}
     return TensorTable(checkpoint, names, transforms, partial(spelled, family.names))
+
+
+def tensors_by_our_names(checkpoint: Checkpoint, family: Family) -> dict[str, str]:
+    """The file's names of its tensors by ours."""
+    if checkpoint.format == "gguf":
+        return translate(checkpoint.tensors, family.gguf_names)
+    alone = {_alone(name): name for name in checkpoint.tensors}
+    return {ours: alone[name] for ours, name in translate(alone, family.names, family.ignored).items()}
 
 
 def why_left_out(checkpoint: Checkpoint) -> str | None:
@@ -149,6 +168,8 @@ def _of_further_tokens(checkpoint: Checkpoint) -> list[str]:
 
 def _alone(name: str) -> str:
     """A tensor of the text part as a folder of that part alone would call it."""
+    if name.startswith(_INNER):
+        return f"model.{name}"
     found = _TEXT_PART.match(name)
     if found is None:
         return name

@@ -239,8 +239,11 @@ class Shape:
     mlp_bias: bool = False
     tied_head: bool = False  # the head is the embedding
     causal: bool = True  # false: an encoder, every row sees every row of its sequence
-    pooling: str | None = None  # an encoder's own way to one vector: mean, cls, last, rank, none
-    normalise: bool = False  # an encoder's vectors have length 1
+    pooling: str | None = (
+        None  # the model's own way to one vector: mean, cls, last, rank, none; None: no way of its own
+    )
+    rank_by: str = "cls"  # which row a ranking head takes
+    normalise: bool = False  # its vectors have length 1
     n_classes: int | None = None  # a ranking head's outputs
     multipliers: Multipliers = Multipliers()
     wide_residual: bool = False  # what the layers add to is float32 whatever the weights are

@@ -11,6 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ostinato.errors import BadOption
 from ostinato.llm import LLM
 from ostinato.serve.errors import TOO_LONG, Refusal
 from ostinato.serve.log import Record
@@ -22,7 +23,8 @@ from ostinato.serve.stream import client_gone, encode, json_response, while_conn
 async def embed(service: Service, body: EmbeddingBody, request: Request) -> Response:
     """Vectors for texts."""
     record: Record = request.state.record
-    vectors = await vectors_of(service, request, body.model, several(body.input), body.dimensions, body.encoding_format)
+    given = several(body.input), body.dimensions, body.encoding_format
+    vectors = await vectors_of(service, request, body.model, *given, prompt=body.prompt_name)
     if vectors is None:
         return client_gone(record)
     data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
@@ -39,9 +41,10 @@ async def vectors_of(
     form: str | None = None,
     *,
     truncate: bool = False,
+    prompt: str | None = None,
 ) -> list[msgspec.Raw] | None:
     """A vector for each text or its tokens, as JSON; None if the client disconnects. `truncate`: a text that is longer
-    than the context loses its end."""
+    than the context loses its end. `prompt`: the name of what is put before each text."""
     record: Record = request.state.record
     llm, limits = service.llm(model), service.limits
     if len(inputs) > limits.inputs:
@@ -50,8 +53,13 @@ async def vectors_of(
         message = f"dimensions is {dimensions}; this model's vectors have {llm.shape.hidden}"
         raise Refusal(400, message, param="dimensions")
 
+    try:
+        before = llm.retrieval.prompt(prompt)
+    except BadOption as error:
+        raise Refusal(400, str(error), param="prompt_name") from error
+
     async def computed() -> list[msgspec.Raw]:
-        ids = await service.each_in_thread(_ids(llm, inputs, truncate))
+        ids = await service.each_in_thread(_ids(llm, inputs, truncate, before))
         record.prompt_tokens = n_tokens = sum(map(len, ids))
         made = await service.beside(_encoded(llm, ids, dimensions, form))
         service.metrics.prompt_tokens.inc(n_tokens)
@@ -69,10 +77,10 @@ def _encoded(
         yield msgspec.Raw(encode(shaped(vector.tolist(), dimensions, form)))
 
 
-def _ids(llm: LLM, inputs: Sequence[str | list[int]], truncate: bool) -> Generator[list[int], None, None]:
+def _ids(llm: LLM, inputs: Sequence[str | list[int]], truncate: bool, before: str) -> Generator[list[int], None, None]:
     """The token ids of each text, checked."""
     for index, text in enumerate(inputs):
-        ids = llm.tokenize(text) if isinstance(text, str) else text
+        ids = llm.tokenize(before + text) if isinstance(text, str) else text
         if not ids:
             raise Refusal(400, f"input[{index}] is empty; give it some text", param="input")
         if max(ids) >= llm.shape.vocab:

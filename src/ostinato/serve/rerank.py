@@ -63,9 +63,8 @@ def _check_ranks(llm: LLM) -> None:
 
 def _n_tokens(llm: LLM, query: str, texts: Sequence[str]) -> Generator[int, None, None]:
     """Tokens of each pair of query and document, which must fit the context."""
-    n_query, n_end = len(llm.tokenize(query)), len(llm.tokenizer.suffix)
     for index, text in enumerate(texts):
-        n = n_query + len(llm.tokenize(text, bos=False)) + n_end
+        n = sum(map(len, llm.retrieval.pair(llm.tokenizer, query, text)))
         if n > llm.context:
             message = f"query and documents[{index}] have {n} tokens, and the context holds {llm.context}; shorten one"
             raise Refusal(400, message, param=f"documents[{index}]", code=TOO_LONG)

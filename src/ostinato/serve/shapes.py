@@ -536,6 +536,7 @@ class EmbeddingBody(Body):
     input: Texts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
+    prompt_name: str | None = Field(default=None, description="A prompt of the model's files, put before each text.")
 
 
 class RerankDocument(Strict):

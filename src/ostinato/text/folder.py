@@ -79,6 +79,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     markers = [texts[id] if id in hidden and texts[id] in END_MARKERS else "" for id in range(len(texts))]
     whole, bare = library_ids(library, "a", path, whole=True), library_ids(library, "a", path)
     prefix, suffix = _around(whole, bare, settings, bos_id, eos_id)
+    pair = library_ids(library, "a", path, whole=True, second="a")
     return Tokenizer(
         vocab_size=len(texts),
         bos_id=bos_id,
@@ -93,6 +94,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         drops_first_space=pieces.drops_first_space,
         prefix=prefix,
         suffix=suffix,
+        between=_between(pair, [*prefix, *bare, *suffix], [*bare, *suffix]),
     )
 
 
@@ -152,6 +154,12 @@ def _around(
     if isinstance(add_eos, bool) and eos_id is not None and add_eos != (eos_id in suffix):
         suffix = (*suffix, eos_id) if add_eos else tuple(id for id in suffix if id != eos_id)
     return prefix, suffix
+
+
+def _between(pair: list[int], first: list[int], last: list[int]) -> tuple[int, ...]:
+    """What else stands between two texts: nothing where their post-processor treats pairs in another way."""
+    fits = len(pair) >= len(first) + len(last) and pair[: len(first)] == first and pair[len(pair) - len(last) :] == last
+    return tuple(pair[len(first) : len(pair) - len(last)]) if fits else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,12 +30,16 @@ def bpe(path: Path, **settings: Any) -> Library:
     return Library(guarded(lambda: models.BPE(**settings), path, "has a bad vocabulary"))
 
 
-def library_ids(library: Library, text: str, path: Path, *, whole: bool = False) -> list[int]:
-    """The library's ids of a text; `whole` adds what its own post-processor puts around one."""
+def library_ids(
+    library: Library, text: str, path: Path, *, whole: bool = False, second: str | None = None
+) -> list[int]:
+    """The library's ids of a text, or of a pair; `whole` adds what its own post-processor puts around them."""
 
     def ids() -> list[int]:
         # A batch of one: only for batches does the library let other threads run, and a long text takes seconds.
-        found: list[int] = library.encode_batch_fast([text], add_special_tokens=whole)[0].ids
+        found: list[int] = library.encode_batch_fast(
+            [text if second is None else (text, second)], add_special_tokens=whole
+        )[0].ids
         return found
 
     return guarded(ids, path, "cannot encode a text")

@@ -46,6 +46,7 @@ class Tokenizer:
     drops_first_space: bool = False  # a text begins without the space that encoding put before it
     prefix: tuple[int, ...] = ()  # what goes before a text when BOS and EOS are asked for
     suffix: tuple[int, ...] = ()  # and after it
+    between: tuple[int, ...] = ()  # what else stands between two texts, after the suffix of the first
 
     def encode(self, text: str, *, bos: bool = True, special: bool = False) -> list[int]:
         """The ids of `text`. `bos` adds BOS and EOS as the file says; without `special`, control tokens are text.
@@ -56,6 +57,10 @@ class Tokenizer:
         if not bos:
             return ids
         return [*self.prefix, *ids, *self.suffix]
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """The ids of two texts that are read as one, for models that compare them."""
+        return self.encode(first), [*self.between, *self.encode(second, bos=False), *self.suffix]
 
     def encode_rendered(self, text: str) -> list[int]:
         """The ids of a text that a chat template rendered: its control tokens are tokens, with one BOS before them.
@@ -135,7 +140,9 @@ def _unigram(vocabulary: Vocabulary, facts: Facts) -> Tokenizer:
     space_first = facts.flag("add_space_prefix", True)
     encoder = unigram_encoder(vocabulary, facts, space_first=space_first)
     made = _assemble(vocabulary, facts, encoder, sentencepiece_pieces(vocabulary), add_bos=False, add_eos=True)
-    return replace(made, drops_first_space=space_first)
+    # Vocabularies with BOS and EOS are XLM-RoBERTa's, which stands two of the latter between the texts of a pair.
+    between = made.suffix if made.add_bos and made.add_eos else ()
+    return replace(made, drops_first_space=space_first, between=between)
 
 
 def _wordpiece(vocabulary: Vocabulary, facts: Facts) -> Tokenizer:

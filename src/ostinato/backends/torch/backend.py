@@ -21,6 +21,7 @@ from ostinato.backends.runner import Runner
 from ostinato.backends.torch.kv_types import KV_DTYPES
 from ostinato.errors import Unsupported
 from ostinato.extras import why_missing
+from ostinato.files.unpack import Floats
 from ostinato.models.header import HeaderTensors
 from ostinato.options import Activations, LoadOptions
 
@@ -120,6 +121,13 @@ class TensorRunner(Runner):
         from ostinato.backends.torch.tables import tensor_tables
 
         return tensor_tables(layout, self.model.device)
+
+    def ranked(self, pooled: Floats) -> Floats:
+        import torch
+
+        with torch.inference_mode():
+            scores: Floats = self.model.rank(torch.from_numpy(pooled)[None].to(self.model.device))[0].cpu().numpy()
+        return scores
 
     def sequence_copy(self) -> SequenceCopy:
         from ostinato.backends.torch.sequence_copy import TorchSequenceCopy

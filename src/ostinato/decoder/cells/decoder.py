@@ -37,7 +37,7 @@ from ostinato.decoder.cells.output import Outputs
 from ostinato.decoder.cells.sample_router import BackendSampler, SampleRouter
 from ostinato.decoder.cells.settings import Settings, settle
 from ostinato.decoder.cells.ubatch_executor import UbatchExecutor
-from ostinato.decoder.pooling import Pooled, Pooling, rule_to_rank
+from ostinato.decoder.pooling import Pooled, Pooling
 from ostinato.decoder.pooling import pooling as pooling_named
 from ostinato.errors import Aborted, BadOption, InternalError, InvalidBatch, Unsupported
 from ostinato.files.unpack import Floats
@@ -352,4 +352,4 @@ def _pooled(model: Model, name: str) -> Pooled:
         scores: Floats = model.rank(torch.from_numpy(vector).to(model.device).unsqueeze(0))[0].cpu().numpy()
         return scores
 
-    return Pooled(kind, head=head, rank_by=rule_to_rank(model.shape.pooling))
+    return Pooled(kind, head=head, rank_by=Pooling(model.shape.rank_by))
