@@ -14,6 +14,7 @@ from ostinato.models.granite import GRANITE, multiplied
 from ostinato.models.hunyuan import HUNYUAN_DENSE
 from ostinato.models.llama import LLAMA
 from ostinato.models.mamba import MAMBA, MAMBA2, without_attention
+from ostinato.models.mistral3 import MISTRAL3
 from ostinato.models.mixtral import MIXTRAL
 from ostinato.models.olmo2 import OLMO2
 from ostinato.models.phi3 import PHI3
@@ -28,6 +29,7 @@ from ostinato.models.shape import (
     Mamba2Shape,
     MambaShape,
     Multipliers,
+    QueryTemperature,
     Shape,
     alike,
     with_rope_where,
@@ -37,7 +39,7 @@ from tests.random_model import RandomWeights
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen3moe", "mixtral", "gemma2", "gemma3", "phi3", "phi3-long", "gpt2", "smollm3",
-    "granite", "qwen2moe", "latent experts", "olmo2", "hunyuan-dense", "gptneox", "cohere2", "uneven",
+    "granite", "qwen2moe", "latent experts", "olmo2", "hunyuan-dense", "gptneox", "cohere2", "mistral3", "uneven",
 )  # fmt: skip
 RECURRENT = ("mamba", "falcon-mamba", "mamba2", "mamba2-limits", "falcon-h1", "falcon-h1-norm")
 HIDDEN, N_LAYERS, VOCAB, CONTEXT = 96, 2, 131, 256
@@ -105,6 +107,7 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
         "hunyuan-dense": (HUNYUAN_DENSE, plain.with_attention(qk_norm="after_rope", rope=(part, rope))),
         "gptneox": (GPTNEOX, replace(gpt2.with_attention(rope=part), parallel=True, activation="gelu")),
         "cohere2": (COHERE2, scaled(plain, 0.7).with_attention(window=(20, None), rope=(nearby, None))),
+        "mistral3": (MISTRAL3, plain.with_attention(temperature=QueryTemperature(0.3, 6))),
         "smollm3": (SMOLLM3, with_rope_where(plain, (True, False))),
         "uneven": (LLAMA, uneven(replace(plain, family="llama"))),
         "granite": (GRANITE, replace(multiplied(plain, 0.7, 3.0), embedding_scale=2.5)),

@@ -143,6 +143,12 @@ def _granite_moe(kind: str, **config: Any) -> TinyModel:
     return _made(kind, "granitemoe", **{**_GRANITE, **sizes, **config})
 
 
+def _ministral3(kind: str) -> TinyModel:
+    # The factor of queries changes within the prompt, and again behind it.
+    rope = {**_yarn(), "original_max_position_embeddings": 20, "llama_4_scaling_beta": 0.3, "mscale": 1.0}
+    return _made(kind, "mistral3", head_dim=32, rope_parameters={**rope, "mscale_all_dim": 1.0})
+
+
 def _gemma3(local_base: float = 1e4, config: Mapping[str, Any] | None = None, **scaling: Any) -> TinyModel:
     local = {"rope_type": "default", "rope_theta": local_base}
     rope = {"sliding_attention": local, "full_attention": {"rope_type": "default", "rope_theta": 1e6, **scaling}}
@@ -153,7 +159,9 @@ def _gemma3(local_base: float = 1e4, config: Mapping[str, Any] | None = None, **
 
 def _with_vision(kind: str, architecture: str, text: TinyModel, vision: Mapping[str, Any], **rope: Any) -> TinyModel:
     """A model of two parts, of which one takes pictures."""
-    model_type = getattr(transformers, kind).config_class.sub_configs["text_config"].model_type
+    stated = getattr(transformers, kind).config_class.sub_configs["text_config"]  # or any, as that of mistral3
+    own_type = getattr(transformers, text.kind).config_class.model_type
+    model_type = getattr(stated, "model_type", own_type)
     own = {**text.config, "model_type": model_type, **({"rope_parameters": rope} if rope else {})}
     return TinyModel(kind, architecture, {"text_config": own, "vision_config": vision})
 
@@ -283,6 +291,10 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         "command-r": _layer_normed("CohereForCausalLM", "command-r", logit_scale=0.8),
         "cohere2": _layer_normed(
             "Cohere2ForCausalLM", "cohere2", logit_scale=0.8, num_hidden_layers=4, sliding_window=WINDOW
+        ),
+        "mistral3": _ministral3("Ministral3ForCausalLM"),
+        "mistral3-vision": _with_vision(
+            "Mistral3ForConditionalGeneration", "mistral3", _ministral3("Ministral3ForCausalLM"), _VISION
         ),
         "phi3": _phi3(),
         "phi3-window": _phi3(sliding_window=WINDOW),

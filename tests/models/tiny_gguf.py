@@ -19,7 +19,7 @@ from tests.models import tiny_text, tiny_weights
 
 Config = Mapping[str, Any]
 # Architectures whose converter is llama's: rows of Q and K stand so that rotary pairs are neighbours.
-PAIRED: Final = ("llama", "smollm3", "granite", "granitemoe", "arcee")
+PAIRED: Final = ("llama", "smollm3", "granite", "granitemoe", "arcee", "mistral3")
 
 
 def write(
@@ -107,6 +107,9 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if architecture in ("command-r", "cohere2"):
         writer.add_logit_scale(config["logit_scale"])
+    if architecture == "mistral3":
+        writer.add_rope_scaling_yarn_log_mul(_rope(config)["mscale_all_dim"])
+        writer.add_attn_temperature_scale(_rope(config)["llama_4_scaling_beta"])
     if architecture in ("qwen3vl", "qwen3vlmoe"):
         writer.add_rope_dimension_sections([*_rope(config)["mrope_section"], 0])
         writer.add_num_deepstack_layers(1)

@@ -28,6 +28,7 @@ from ostinato.models.granite import GRANITE, GRANITE_MOE
 from ostinato.models.hunyuan import HUNYUAN_DENSE
 from ostinato.models.llama import LLAMA
 from ostinato.models.mamba import MAMBA, MAMBA2
+from ostinato.models.mistral3 import MISTRAL3
 from ostinato.models.mixtral import MIXTRAL
 from ostinato.models.olmo2 import OLMO2, OLMO3
 from ostinato.models.olmoe import OLMOE
@@ -48,7 +49,7 @@ FAMILIES: Final = (
     LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, PHI3, GPT2, MIXTRAL, MAMBA, MAMBA2, FALCON_H1, BERT,
     NOMIC_BERT, XLM_ROBERTA, SMOLLM3, GRANITE, QWEN3_VL, QWEN2_MOE, OLMO2, OLMO3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5,
     HUNYUAN_DENSE, ARCEE, STARCODER2, STABLELM, PHI2, GPTNEOX, COMMAND_R, COHERE2, QWEN3_VL_MOE, GLM4_MOE,
-    ERNIE4_5_MOE, GRANITE_MOE, OLMOE,
+    ERNIE4_5_MOE, GRANITE_MOE, OLMOE, MISTRAL3,
 )  # fmt: skip
 
 BY_GGUF: Final[Mapping[str, Family]] = MappingProxyType({f.name: f for f in FAMILIES if f.in_gguf})

@@ -160,6 +160,14 @@ class DeltaShape:
 RecurrentShape: TypeAlias = MambaShape | Mamba2Shape | ShortConvShape | DeltaShape
 
 
+@dataclass(frozen=True, slots=True)
+class QueryTemperature:
+    """A query at position p is multiplied by 1 + scale * log(1 + p // span): sharper scores in long contexts."""
+
+    scale: float
+    span: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """How a layer attends: heads, how wide they are, where it looks, and what becomes of its scores."""
@@ -173,6 +181,7 @@ class AttentionShape:
     window: int | None = None  # positions that it sees, the query's own included; None: everything before it
     softcap: float | None = None
     qk_norm: QKNorm = "heads"  # where there are such norms
+    temperature: QueryTemperature | None = None
     gated: bool = False  # queries are twice as wide: a query and a gate on the output for each head
 
     @property

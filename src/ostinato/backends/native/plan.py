@@ -95,8 +95,8 @@ class _Layer(Structure):
         *((name, c_void_p) for name in ("experts", "choice_bias", "mixer")),
         ("cache", _Cache),
         *((name, c_int) for name in ("window", "rope", "ff_width", "group", "gated")),
-        *((name, c_int) for name in ("qk_norm", "parallel", "n_heads", "n_kv_heads", "head_width")),
-        *((name, c_float) for name in ("query_scale", "softcap", "attention_scale")),
+        *((name, c_int) for name in ("qk_norm", "parallel", "n_heads", "n_kv_heads", "head_width", "temperature_span")),
+        *((name, c_float) for name in ("query_scale", "softcap", "temperature", "attention_scale")),
     )
 
 
@@ -335,6 +335,8 @@ class NativeStep:
         out.n_heads, out.n_kv_heads, out.head_width = s.n_heads, s.n_kv_heads, s.head_width
         out.query_scale, out.softcap = s.query_scale, s.softcap or 0.0
         out.qk_norm = _QK_NORMS.index(s.qk_norm)
+        if s.temperature is not None:
+            out.temperature, out.temperature_span = s.temperature.scale, s.temperature.span
 
     def _set_mixer(self, out: _Layer, mixer: Mixer, memory: NativePages, input_scale: float) -> None:
         if not isinstance(mixer, _MIXERS):

@@ -185,6 +185,7 @@ def why_not_shape(shape: Shape) -> str | None:
         (shape.multipliers == type(shape.multipliers)() and shape.embedding_scale is None, "multipliers"),
         (first.qk_norm == "heads", "QK norms over whole rows or after the rotation"),
         (not shape.parallel, "attention and feed-forward in parallel"),
+        (first.temperature is None, "queries that grow with their position"),
         (not first.gated, "gates on the output of attention"),
         (first.softcap is None and shape.logit_softcap is None, "soft caps"),
         (shape.activation == "silu", f"the activation {shape.activation}: it has silu"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,9 +34,9 @@ from ostinato.models.blocks import (
     RankingHead,
     ShortConvMixer,
 )
-from ostinato.models.rope import Rope
 
-Angles = Mapping[Rope, tuple[Tensor, Tensor]]  # cosines and sines of a forward's rows, for each kind of rope
+# What positions make of a forward's rows: cosines and sines for each kind of rope, factors of queries [rows, 1, 1].
+Angles: TypeAlias = Mapping[Any, tuple[Tensor, ...]]  # by `Rope` and `QueryTemperature`
 
 
 class ForwardState(Protocol):
@@ -156,6 +156,9 @@ class Forward:
             q, k = (ops.rope(heads, *self.angles[s.rope], s.rope.pairing) for heads in (q, k))
         if s.qk_norm == "after_rope":
             q, k = self._qk_normed(block, q, k)
+        if s.temperature is not None:
+            (factor,) = self.angles[s.temperature]
+            q = q * factor.to(q.dtype)
         seen = self.memory.attend(block, q, k, v)
         seen = seen if gate is None else seen * torch.sigmoid(gate)
         return through_linear(ops, block.out, seen.flatten(1))

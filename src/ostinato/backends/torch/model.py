@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ostinato.backends.torch.arrays import tensor_of
 from ostinato.backends.torch.forward import Angles, Forward, ForwardState, normed, ranked, through_linear
-from ostinato.backends.torch.ops.rope import cos_sin
+from ostinato.backends.torch.ops.rope import cos_sin, query_factor
 from ostinato.backends.torch.table import TWINS, Ops
 from ostinato.backends.torch.weight import rows_of
 from ostinato.errors import Unsupported
@@ -77,8 +77,11 @@ class Model(LoadedModel):
         return x.float() if self.shape.wide_residual else x
 
     def angles(self, positions: Tensor, rope_set: int | Tensor = 0) -> Angles:
-        """RoPE's cos and sin, for every kind of rope in the model. `rope_set`: of all rows, or int64 [rows]."""
-        return {rope: cos_sin(rope, positions, sets[rope_set]) for rope, sets in self.frequencies.items()}
+        """RoPE's cos and sin, for every kind of rope in the model, and the factors of its query temperatures.
+        `rope_set`: of all rows, or int64 [rows]."""
+        turns = {rope: cos_sin(rope, positions, sets[rope_set]) for rope, sets in self.frequencies.items()}
+        kinds = dict.fromkeys(one.temperature for one in self.shape.attention.values() if one.temperature is not None)
+        return {**turns, **{kind: (query_factor(positions, kind.scale, kind.span),) for kind in kinds}}
 
     def through_layer(self, layer: AnyLayer, x: Tensor, angles: Angles, memory: ForwardState) -> Tensor:
         """Rows through one layer."""

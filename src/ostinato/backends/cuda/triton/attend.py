@@ -62,6 +62,7 @@ class LayerSizes:
     n_rope_sets: int  # with more than one, a row says which it has
     neighbours: bool
     normed: int  # 0: not, 1: before the rotation, 2: after it
+    temperature_span: int  # 0: queries have no temperature
     page: int
     q8: bool
 
@@ -188,6 +189,7 @@ def layer_arguments(kv: PagedKV, heads: Heads, stand_in: Tensor) -> dict[str, An
     quantised = {"key_scales": there(kv.key_scales), "value_scales": there(kv.value_scales)}
     norms = {"q_weight": there(heads.q_norm), "k_weight": there(heads.k_norm), "eps": heads.norm_eps}
     rope = {"frequencies": there(heads.frequencies), "amplitude": heads.amplitude}
+    rope["temperature"] = 0.0 if heads.temperature is None else heads.temperature[0]
     return {
         "kv": grouped({"key": kv.keys, "value": kv.values, **quantised}),
         "turn": grouped(norms | rope),
@@ -200,6 +202,7 @@ def layer_arguments(kv: PagedKV, heads: Heads, stand_in: Tensor) -> dict[str, An
             n_rotary=0 if heads.frequencies is None else 2 * heads.frequencies.shape[1],
             n_rope_sets=1 if heads.frequencies is None else heads.frequencies.shape[0],
             neighbours=heads.pairing == "neighbours",
+            temperature_span=0 if heads.temperature is None else heads.temperature[1],
             normed=0 if heads.q_norm is None else 2 if heads.norm_last else 1,
             page=kv.page_tokens,
             q8=kv.keys.dtype == torch.int8,
@@ -243,7 +246,7 @@ def attend_kernel(qkv, attended, kv, rows, turn, space, scale, softcap, S: tl.co
         members = tl.arange(0, MANY)
         q_mask = (members < C.group)[:, None] & (d < S.width)[None, :]
         q_at = line + ((head * C.group + members) * S.width)[:, None]
-        q = rotated(q_at, q_mask, turn.q_weight, cos, sin, turn.eps, S)
+        q = tempered(rotated(q_at, q_mask, turn.q_weight, cos, sin, turn.eps, S), p, turn.temperature, S)
         q = narrowed(q * scale, tl.bfloat16 if S.q8 else kv.key.dtype.element_ty)
 
         if split == n_splits - 1:
@@ -463,6 +466,14 @@ def rotated(at, mask, weight, cos, sin, eps, S: tl.constexpr):
         x = x * tl.rsqrt(tl.sum(x * x, 1) / S.width + eps)[:, None]
         x = x * tl.load(weight + d, mask=d < S.width, other=0.0).to(tl.float32)
     return x
+
+
+@triton.jit
+def tempered(q, p, scale, S: tl.constexpr):
+    """Queries at position p (or [n, 1] of both), sharpened by how far they are."""
+    if S.temperature_span:
+        q = q * (1.0 + scale * tl.log(1.0 + (p // S.temperature_span).to(tl.float32)))
+    return q
 
 
 @triton.jit

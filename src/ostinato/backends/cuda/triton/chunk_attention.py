@@ -39,6 +39,7 @@ from ostinato.backends.cuda.triton.attend import (
     scored,
     stages_for,
     store_cells,
+    tempered,
 )
 from ostinato.backends.machine import TUNED, Chip
 from ostinato.backends.torch.ops.attend import Heads, PagedKV
@@ -109,7 +110,7 @@ def append_chunk_kernel(qkv, q, kv, chunk, turn, S: tl.constexpr, ROWS: tl.const
         at = qkv + row * ((S.heads + 2 * S.kv_heads) * S.width) + head * S.width
         if head < S.heads:
             cos, sin = rope_cos_sin(p, frequencies, turn.amplitude, S)
-            x = rotated(at, mask, turn.q_weight, cos, sin, turn.eps, S)
+            x = tempered(rotated(at, mask, turn.q_weight, cos, sin, turn.eps, S), p, turn.temperature, S)
             to = q + (row * S.heads + head) * S.width + d
             tl.store(to, narrowed(x, q.dtype.element_ty), mask=mask)
         else:

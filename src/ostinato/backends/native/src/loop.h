@@ -78,7 +78,9 @@ struct Layer {
     int qk_norm;   // of `QkNorm`
     int parallel;  // the MLP takes in what attention did, before the residual gains
     int n_heads, n_kv_heads, head_width;
+    int temperature_span;        // positions after which queries grow; 0: never
     float query_scale, softcap;  // 0: no cap
+    float temperature;
     float attention_scale;       // of what goes into attention; 0: none
 
     bool attends() const { return n_heads > 0; }
@@ -623,7 +625,13 @@ struct ForwardPass {
         const int width = layer.head_width;
         memcpy(q, qkv + size_t(row) * qkv_stride + size_t(head) * width, width * sizeof(float));
         turn(layer, row, layer.q_norm, q);
+        if (layer.temperature_span) block::scale_by(q, query_factor(layer, position_of(row)), width);
         block::scale_by(q, layer.query_scale, width);
+    }
+
+    static float query_factor(const Layer& layer, int position) {
+        const double steps = position / layer.temperature_span;
+        return float(1.0 + layer.temperature * log_of(1.0 + steps));
     }
 
     // A head normed and rotated, in the layer's order.

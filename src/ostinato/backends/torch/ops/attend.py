@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ostinato.backends.torch.ops.q8_0 import BLOCK, dequantize_q8_0_torch, quantize_q8_0_torch
 from ostinato.backends.torch.ops.rms_norm import rms_norm_torch
-from ostinato.backends.torch.ops.rope import rope_torch
+from ostinato.backends.torch.ops.rope import query_factor, rope_torch
 from ostinato.errors import BadOption
 from ostinato.loop.layout import Arena
 from ostinato.models.rope import Pairing
@@ -47,6 +47,7 @@ class Heads:
     k_norm: Tensor | None = None
     norm_eps: float = 1e-6
     norm_last: bool = False  # after the rotation
+    temperature: tuple[float, int] | None = None  # scale and span of `QueryTemperature`
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
@@ -159,6 +160,8 @@ def rotate_qk_torch(
         q, k = (rope_torch(x, cos, sin, heads.pairing) for x in (q, k))
     if heads.norm_last:
         q, k = _normed(q, k, heads)
+    if heads.temperature is not None:
+        q = q * query_factor(positions, *heads.temperature)
     return q, k, v
 
 

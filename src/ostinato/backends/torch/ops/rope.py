@@ -29,3 +29,8 @@ def rope_torch(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
         out = torch.cat((rotated.real, rotated.imag), -1)
     out = out.to(x.dtype)
     return out if 2 * half == x.shape[-1] else torch.cat((out, x[..., 2 * half :]), -1)
+
+
+def query_factor(positions: Tensor, scale: float, span: int) -> Tensor:
+    """1 + scale * log(1 + p // span) for positions p, int64 [rows]: what queries are multiplied by, float32 [rows, 1, 1]."""
+    return (1 + scale * torch.log(1 + (positions // span).float())).view(-1, 1, 1)

@@ -1,0 +1,43 @@
+"""mistral3 (Ministral 3, Devstral 2): llama's blocks with YaRN, and queries that grow with their position.
+
+Mistral Small 3.1 and 3.2 are called mistral3 in GGUF as well; they have neither, and are llama otherwise.
+"""
+
+from dataclasses import replace
+
+from ostinato.models import rope as ropes
+from ostinato.models.family import Family
+from ostinato.models.fields import Description
+from ostinato.models.shape import QueryTemperature, Shape, common_from_config, common_from_gguf
+
+
+def shape_from_gguf(f: Description) -> Shape:
+    shape = common_from_gguf(f, "neighbours")
+    if f.has("rope.scaling.yarn_log_multiplier"):
+        factor, share = f.positive("rope.scaling.factor", 1.0), f.number("rope.scaling.yarn_log_multiplier")
+        amplitude = ropes.yarn_amplitude(factor) / ropes.yarn_amplitude(factor, share)
+        kept = {rope: replace(rope, amplitude=amplitude) for rope in shape.rope_kinds}
+        shape = shape.with_attention(rope=tuple(one.rope and kept[one.rope] for one in shape.attention.values()))
+    if not f.number("attention.temperature_scale", 0.0):
+        return shape
+    span = f.integer("rope.scaling.original_context_length")
+    return shape.with_attention(temperature=QueryTemperature(f.positive("attention.temperature_scale"), span))
+
+
+def shape_from_config(c: Description) -> Shape:
+    rope = c.inside("rope_parameters") if c.has("rope_parameters") else c.inside("rope_scaling")
+    if not rope.has("llama_4_scaling_beta"):
+        return common_from_config(c)
+    span = rope.integer("original_max_position_embeddings")
+    temperature = QueryTemperature(rope.positive("llama_4_scaling_beta"), span)
+    return common_from_config(c).with_attention(temperature=temperature)
+
+
+MISTRAL3 = Family(
+    "mistral3",
+    hf=("Ministral3ForCausalLM",),
+    text_types=("ministral3", "mistral"),
+    config_defaults={"num_attention_heads": 32, "num_key_value_heads": 8},
+    shape_from_gguf=shape_from_gguf,
+    shape_from_config=shape_from_config,
+)
