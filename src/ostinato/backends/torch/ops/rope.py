@@ -32,5 +32,5 @@ def rope_torch(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
 
 
 def query_factor(positions: Tensor, scale: float, span: int) -> Tensor:
-    """1 + scale * log(1 + p // span) for positions p, int64 [rows]: what queries are multiplied by, float32 [rows, 1, 1]."""
+    """What queries at positions p, int64 [rows], are multiplied by, float32 [rows, 1, 1]."""
     return (1 + scale * torch.log(1 + (positions // span).float())).view(-1, 1, 1)
