@@ -19,7 +19,7 @@ from ostinato.models import rope as ropes
 from ostinato.models.fields import Description, Fields, n_further_layers
 from ostinato.models.rope import Pairing, Rope
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"]
 ACTIVATIONS: Mapping[str, Activation] = {  # as config.json calls them
     **{"silu": "silu", "swish": "silu", "gelu": "gelu"},
     **{"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu2": "relu2"},

@@ -47,7 +47,7 @@ LANES: Final = 16
 MOST_PARTS: Final = 3
 _MIXERS: Final = (MambaMixer, Mamba2Mixer)  # in the order of the enumeration in `src/loop.h`
 _QK_NORMS: Final[tuple[QKNorm, ...]] = ("heads", "rows", "after_rope")
-_ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3}
+_ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3, "clamped_swiglu": 4}
 
 
 # --- the structs of `src/`: attention.h, layout.h, loop.h ---

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.backends.cuda.launch import EITHER, TritonLaunch, checked
-from ostinato.backends.cuda.triton.matmul import ACTIVATIONS, activate
+from ostinato.backends.cuda.triton.matmul import ACTIVATIONS, activate, beside_gate
 from ostinato.backends.cuda.triton.unpack import narrowed
 from ostinato.models.shape import Activation
 
@@ -48,7 +48,7 @@ def activation_kernel(
     first = x + row * (2 * WIDTH if GATED else WIDTH) + at
     value = activate(tl.load(first, mask=there, other=0.0).to(tl.float32), ACTIVATION)
     if GATED:
-        value *= tl.load(first + WIDTH, mask=there, other=0.0).to(tl.float32)
+        value *= beside_gate(tl.load(first + WIDTH, mask=there, other=0.0).to(tl.float32), ACTIVATION)
     to = out + row * WIDTH + at
     if out.dtype.element_ty == tl.bfloat16:
         tl.store(to, narrowed(value), mask=there)

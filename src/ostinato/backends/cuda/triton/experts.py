@@ -24,8 +24,10 @@ from ostinato.backends.cuda.triton.matmul import (
     EPILOGUES,
     GATED,
     LAYER,
+    MULTIPLY,
     NO_NORM,
     activate,
+    beside_gate,
     cut_arguments,
     load_stats,
     norm_arguments,
@@ -171,9 +173,11 @@ def experts_gate_up_kernel(
         second *= root[None, :]
     v = add_bias(acc, bias_ptr, expert, n, BIAS_FIRST, N, BIAS_STRIDE)
     if TWO:
-        v = activate(v, ACTIVATION) * add_bias(second, bias_ptr, expert, n, N, N, BIAS_STRIDE)
+        v = activate(v, ACTIVATION) * beside_gate(add_bias(second, bias_ptr, expert, n, N, N, BIAS_STRIDE), ACTIVATION)
     elif EPILOGUE == ACT:
         v = activate(v, ACTIVATION)
+    elif EPILOGUE == MULTIPLY:
+        v = beside_gate(v, ACTIVATION)
     put(
         v, out_ptr, None, None, None, place + tl.arange(0, ROWS), alone, n, 0, N, N, 1, BLOCK_N, ROWS, EPILOGUE,
     )  # fmt: skip

@@ -47,8 +47,8 @@ STORE, ADD, GATED, ACT, MULTIPLY = (tl.constexpr(i) for i in range(5))
 EPILOGUES: Final = {name: i for i, name in enumerate(("store", "add", "gated", "act", "multiply"))}
 # ROOT: x was multiplied by the norm's weight before. ROOT and RMS divide by the root after the product, LAYER before.
 NO_NORM, ROOT, RMS, LAYER = (tl.constexpr(i) for i in range(4))
-SILU, GELU, GELU_TANH, RELU2 = (tl.constexpr(i) for i in range(4))
-ACTIVATIONS: Final = {name: i for i, name in enumerate(("silu", "gelu", "gelu_tanh", "relu2"))}
+SILU, GELU, GELU_TANH, RELU2, CLAMPED_SWIGLU = (tl.constexpr(i) for i in range(5))
+ACTIVATIONS: Final = {name: i for i, name in enumerate(("silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"))}
 
 
 @triton.jit
@@ -63,12 +63,24 @@ def activate(x, ACTIVATION: tl.constexpr):
         return x * sigmoid(x)
     elif ACTIVATION == GELU:
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == CLAMPED_SWIGLU:
+        bounded = tl.minimum(x, 7.0)
+        return bounded * sigmoid(1.702 * bounded)
     elif ACTIVATION == RELU2:
         positive = tl.maximum(x, 0.0)
         return positive * positive
     else:
         # 0.5 x (1 + tanh(u)) is x sigmoid(2 u).
         return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def beside_gate(up, ACTIVATION: tl.constexpr):
+    """What an activated gate is multiplied by."""
+    if ACTIVATION == CLAMPED_SWIGLU:
+        return tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
+    else:
+        return up
 
 
 @triton.jit
@@ -430,9 +442,11 @@ def matmul_kernel(
     v = finished(acc, n, 0, bias_ptr, scale_ptr, scale, share_ptr, rows, row_ok, softcap, N)
     if TWO:
         up = finished(second, n, N, bias_ptr, scale_ptr, scale, share_ptr, rows, row_ok, softcap, N)
-        v = activate(v, ACTIVATION) * up
+        v = activate(v, ACTIVATION) * beside_gate(up, ACTIVATION)
     elif EPILOGUE == ACT:
         v = activate(v, ACTIVATION)
+    elif EPILOGUE == MULTIPLY:
+        v = beside_gate(v, ACTIVATION)
     put(
         v, out_ptr, stats_ptr, prepared_ptr, prepared_weight_ptr, rows, row_ok, n, n_tile * BLOCK_N, N, OUT_STRIDE,
         N_STATS, BLOCK_N, ROWS, EPILOGUE,

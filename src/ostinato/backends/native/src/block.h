@@ -12,7 +12,8 @@
 
 namespace block {
 
-enum Activation { SILU, GELU, GELU_TANH, RELU2 };
+enum Activation { SILU, GELU, GELU_TANH, RELU2, CLAMPED_SWIGLU };
+constexpr float SWIGLU_ALPHA = 1.702f, SWIGLU_LIMIT = 7.0f;
 
 // y = x / sqrt(mean(x^2) + eps) * weight; in place where y is x.
 static inline void rms_norm(const float* x, const float* weight, int n, float eps, float* y) {
@@ -119,6 +120,10 @@ static inline Lanes activated(Lanes x, int activation) {
         const Lanes positive = max(lanes(0.0f), x);
         return mul(positive, positive);
     }
+    if (activation == CLAMPED_SWIGLU) {
+        const Lanes bounded = min(lanes(SWIGLU_LIMIT), x);
+        return mul(bounded, sigmoid(mul(lanes(SWIGLU_ALPHA), bounded)));
+    }
     return activation == SILU ? silu(x) : activation == GELU ? gelu_erf(x) : gelu_tanh(x);
 }
 
@@ -129,12 +134,19 @@ static inline void activate(float* x, int n, int activation) {
     if (i < n) store_some(x + i, activated(load_some(x + i, n - i), activation), n - i);
 }
 
+// What an activated gate is multiplied by.
+static inline Lanes beside_gate(Lanes up, int activation) {
+    if (activation != CLAMPED_SWIGLU) return up;
+    return add(max(lanes(-SWIGLU_LIMIT), min(lanes(SWIGLU_LIMIT), up)), lanes(1.0f));
+}
+
 // gate = act(gate) * up.
 static inline void gated(float* gate, const float* up, int n, int activation) {
     int i = 0;
-    for (; i + LANES <= n; i += LANES) store(gate + i, mul(activated(load(gate + i), activation), load(up + i)));
+    const auto both = [activation](Lanes g, Lanes u) { return mul(activated(g, activation), beside_gate(u, activation)); };
+    for (; i + LANES <= n; i += LANES) store(gate + i, both(load(gate + i), load(up + i)));
     if (i == n) return;
-    store_some(gate + i, mul(activated(load_some(gate + i, n - i), activation), load_some(up + i, n - i)), n - i);
+    store_some(gate + i, both(load_some(gate + i, n - i), load_some(up + i, n - i)), n - i);
 }
 
 // x = act(gate) * x.

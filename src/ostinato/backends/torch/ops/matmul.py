@@ -14,7 +14,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from ostinato.backends.torch.ops.activation import activate_torch, gated_torch
+from ostinato.backends.torch.ops.activation import activate_torch, beside_gate_torch, gated_torch
 from ostinato.backends.torch.ops.experts import expert_of, route_torch
 from ostinato.backends.torch.weight import Weight, dense_of, dtype_of
 from ostinato.backends.weights import Stack
@@ -91,6 +91,7 @@ def matmul_torch(
     for each output, or one for all, and share [n_slots] one for each row:
 
     store: out = v. add: out += v. act: out = act(v). multiply: out *= v. gated: out = act(v[:, :half]) * v[:, half:].
+    An activation that changes what its gate is multiplied by does so in "gated" and "multiply".
     stats [n_slots, n_stats, 2] gains the partial sums of what out holds then, `prepared` that times a norm's weight.
     """
     rows = int(n_rows)
@@ -103,10 +104,9 @@ def matmul_torch(
         v = out[:rows].float() + v
     elif epilogue in ("act", "gated"):
         assert activation is not None, "this epilogue needs an activation"
-        gate, up = v.chunk(2, -1) if epilogue == "gated" else (v, torch.ones_like(v))
-        v = activate_torch(gate, activation) * up
+        v = gated_torch(v, activation) if epilogue == "gated" else activate_torch(v, activation)
     elif epilogue == "multiply":
-        v = out[:rows].float() * v
+        v = out[:rows].float() * (v if activation is None else beside_gate_torch(v, activation))
     out[:rows] = v.to(out.dtype)
     leave_torch(v, slice(rows), stats, prepared)
 
