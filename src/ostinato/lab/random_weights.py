@@ -8,6 +8,7 @@ in a range that a sampler can handle, without meaning.
 
 from __future__ import annotations
 
+import math
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
@@ -89,15 +90,17 @@ class _Recipe:
     """How random blocks of a type get usable values: bytes [n, n_bytes] are random except the scales.
 
     A value is d * scale * (q - middle); `spread` is the standard deviation of q. `fixed` are bytes at an offset, `d_at`
-    and `m_at` where the float16 of d and, for types with minima, of the middle are.
+    and `m_at` where the float16 of d and, for types with minima, of the middle are; `power_at` where d is an exponent
+    of two.
     """
 
     spread: float
-    scale: int
-    d_at: int
+    scale: int = 1
+    d_at: int | None = None
     m_at: int | None = None
     m: float = 0.0  # in units of d
     fixed: tuple[int, tuple[int, ...]] = (0, ())
+    power_at: int | None = None
 
 
 # Scales and minima of a K block, all of them 4, as six-bit numbers.
@@ -112,6 +115,7 @@ _RECIPES: Final[Mapping[str, _Recipe]] = MappingProxyType(
         "Q4_K": _Recipe(spread=4.61, scale=4, d_at=0, m_at=2, m=7.5, fixed=_FOURS),
         "Q5_K": _Recipe(spread=9.23, scale=4, d_at=0, m_at=2, m=15.5, fixed=_FOURS),
         "Q6_K": _Recipe(spread=18.5, scale=4, d_at=208, fixed=(192, (4,) * 16)),
+        "MXFP4": _Recipe(spread=2.93, power_at=0),
     }
 )
 MIXES: Final = ("q4_k_m", *(type.lower() for type in _RECIPES))
@@ -133,6 +137,8 @@ def random_blocks(type: str, rows: int, cols: int, random: np.random.Generator) 
     for at, value in ((recipe.d_at, d), (recipe.m_at, d * recipe.m)):
         if at is not None:
             blocks[:, at : at + 2] = np.array([value], np.float16).view(np.uint8)
+    if recipe.power_at is not None:
+        blocks[:, recipe.power_at] = 127 + round(math.log2(d))
     return np.resize(blocks, (n, block.n_bytes)).reshape(rows, -1)
 
 

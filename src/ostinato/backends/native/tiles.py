@@ -40,6 +40,7 @@ _TILE_BYTES: Final[Mapping[str, tuple[int, int, int]]] = MappingProxyType(
         "Q5_0": (256, 32, 64),
         "Q5_1": (256, 64, 64),
         "Q8_0": (512, 32, 0),
+        "MXFP4": (256, 32, 0),
         "Q4_K": (2048, 320, 0),
         "Q5_K": (2048, 320, 512),
         "Q6_K": (2048, 288, 1024),
@@ -124,7 +125,7 @@ class TileMatrix(HostMatrix):
 def nearest_type(type: str) -> str:
     """What a matrix of a file's type is kept as in tiles: the same where tiles have it.
 
-    Types of fewer bits that tiles lack (Q2_K, Q3_K, the IQ types, ternary and FP4 ones) are dequantised and kept as
+    Types of fewer bits that tiles lack (Q2_K, Q3_K, the IQ types, ternary ones and NVFP4) are dequantised and kept as
     Q8_0, which is within 1/254 of the largest of 32 numbers: a fraction of the step that they were rounded to before.
     Other plain numbers become float32.
 
@@ -147,7 +148,7 @@ def plane_bytes(type: str, rows: int, cols: int) -> tuple[int, int, int]:
 
 
 def tile_bytes(type: str, rows: int, cols: int) -> int:
-    """Bytes of a matrix in tiles: those of the file, padded to 16 rows; Q4_K and Q5_K take 2 to 3 % more.
+    """Bytes of a matrix in tiles: those of the file, padded to 16 rows; MXFP4 takes 6 % more, Q4_K and Q5_K 2 to 3 %.
 
     >>> tile_bytes("Q4_1", 576, 576), 576 * 576 // 32 * 20
     (207360, 207360)

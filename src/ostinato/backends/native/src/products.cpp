@@ -40,6 +40,10 @@ static inline PartBytes low_nibbles(PartBytes x) { return {_mm512_and_si512(x.v,
 static inline PartBytes high_nibbles(PartBytes x) {
     return {_mm512_and_si512(_mm512_srli_epi16(x.v, 4), _mm512_set1_epi8(15))};
 }
+static inline PartBytes float4(PartBytes x) {  // nibbles to the integers of MXFP4
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(FLOAT4));
+    return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), x.v)};
+}
 // The bits of `more` that `mask` has in each byte, moved up by UP bits (down, where it is negative), joined to x.
 template <int UP, int MASK> static inline PartBytes joined(PartBytes x, PartBytes more) {
     __m512i moved = UP >= 0 ? _mm512_slli_epi32(more.v, UP >= 0 ? UP : 0) : _mm512_srli_epi32(more.v, UP < 0 ? -UP : 0);
@@ -111,6 +115,10 @@ static inline PartBytes low_nibbles(PartBytes x) { return {_mm256_and_si256(x.v,
 static inline PartBytes high_nibbles(PartBytes x) {
     return {_mm256_and_si256(_mm256_srli_epi16(x.v, 4), _mm256_set1_epi8(15))};
 }
+static inline PartBytes float4(PartBytes x) {
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(FLOAT4));
+    return {_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), x.v)};
+}
 template <int UP, int MASK> static inline PartBytes joined(PartBytes x, PartBytes more) {
     __m256i moved = UP >= 0 ? _mm256_slli_epi32(more.v, UP >= 0 ? UP : 0) : _mm256_srli_epi32(more.v, UP < 0 ? -UP : 0);
     return {_mm256_or_si256(x.v, _mm256_and_si256(moved, _mm256_set1_epi8(char(MASK))))};
@@ -164,6 +172,10 @@ static inline PartBytes low_nibbles(PartBytes x) {
 }
 static inline PartBytes high_nibbles(PartBytes x) {
     for (int i = 0; i < 64; i++) x.v[i] >>= 4;
+    return x;
+}
+static inline PartBytes float4(PartBytes x) {
+    for (int i = 0; i < 64; i++) x.v[i] = FLOAT4[x.v[i]];
     return x;
 }
 template <int UP, int MASK> static inline PartBytes joined(PartBytes x, PartBytes more) {
@@ -221,7 +233,11 @@ static inline void unpack(PartBytes v[8], const unsigned char* quants, const uns
             v[j + 4] = high_nibbles(both);
         }
     }
-    if constexpr (n_bits(TYPE) == 5) {
+    if constexpr (TYPE == TILE_MXFP4) {
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; j++) v[j] = float4(v[j]);
+    }
+    if constexpr (has_fifth_bits(TYPE)) {
         PartBytes high = part_bytes(more, part);
         v[0] = joined<4, 16>(v[0], high);
         v[1] = joined<3, 16>(v[1], high);
@@ -336,7 +352,7 @@ static inline BlockScales block_scales(const unsigned char* scales, int type, in
         out.second = mul(minimum, part_uint8(here + 192 + 16 * k, part));
     } else {
         const unsigned char* here = scales + block * scale_bytes(TYPE);
-        out.scale = part_f16(here, part);
+        out.scale = TYPE == TILE_MXFP4 ? part_bf16(here, part) : part_f16(here, part);
         if constexpr (has_minimum(TYPE)) out.second = part_f16(here + 32, part);
     }
     return out;
@@ -485,7 +501,7 @@ ONE_BODY static void multiply_as(const Matrix& w, const Inputs& in, int n_rows, 
                     }
                     if constexpr (many > 4)
                         for (; row + 4 <= row1; row += 4) whole_tile<TYPE, WIDE, 4>(w, in, tile, row, out, stride);
-                    if constexpr (TWO_ROWS && n_bits(TYPE) != 5)  // 5 bits are rare: one body less to compile
+                    if constexpr (TWO_ROWS && !has_fifth_bits(TYPE))  // 5 bits are rare: one body less to compile
                         for (; row + 2 <= row1; row += 2) whole_tile<TYPE, WIDE, 2>(w, in, tile, row, out, stride);
                     for (; row < row1; row++) whole_tile<TYPE, WIDE, 1>(w, in, tile, row, out, stride);
                 }
@@ -499,6 +515,7 @@ ONE_BODY static void multiply_as(const Matrix& w, const Inputs& in, int n_rows, 
 constexpr void (*MULTIPLY[][2])(const Matrix&, const Inputs&, int, float*, long, int, int) = {
     BY_WIDTH(TILE_F32),  BY_WIDTH(TILE_F16),  BY_WIDTH(TILE_BF16), BY_WIDTH(TILE_Q4_0),
     BY_WIDTH(TILE_Q4_1), BY_WIDTH(TILE_Q5_0), BY_WIDTH(TILE_Q5_1), BY_WIDTH(TILE_Q8_0),
+    BY_WIDTH(TILE_MXFP4),
     BY_WIDTH(TILE_Q4_1), BY_WIDTH(TILE_Q5_1), BY_WIDTH(TILE_Q6_K),  // Q4_K and Q5_K: see quantised_tile
 };
 static_assert(sizeof(MULTIPLY) == N_TILE_TYPES * sizeof(*MULTIPLY), "every type is multiplied");

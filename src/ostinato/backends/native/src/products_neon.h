@@ -53,6 +53,9 @@ static inline PartBytes low_nibbles(PartBytes x) { return {vandq_s8(x.v, vdupq_n
 static inline PartBytes high_nibbles(PartBytes x) {
     return {vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(x.v), 4))};
 }
+static inline PartBytes float4(PartBytes x) {
+    return {vreinterpretq_s8_u8(vqtbl1q_u8(vld1q_u8(FLOAT4), vreinterpretq_u8_s8(x.v)))};
+}
 template <int UP, int MASK> static inline PartBytes joined(PartBytes x, PartBytes more) {
     int8x16_t moved = vshlq_s8(more.v, vdupq_n_s8(UP));  // down with copies of the sign, which the mask removes
     return {vorrq_s8(x.v, vandq_s8(moved, vdupq_n_s8(MASK)))};

@@ -9,6 +9,8 @@
 //   more    5 bits:          [tile][block][16 R][4]      bit j of byte k: the fifth bit of column 4 j + k
 //           6 bits:          [tile][block][2][16 R][4]   bits 2 j, 2 j + 1 of byte k of word g: column 16 g + 4 j + k
 //   scales  Q4_0 Q5_0 Q8_0:  [tile][block][16 R] float16
+//           MXFP4:           [tile][block][16 R] bfloat16, which has the file's powers of two exactly, halved: its
+//                            nibbles stand for twice their values, which are integers within +-12
 //           Q4_1 Q5_1:       [tile][block][2][16 R] float16, scale and minimum
 //           Q4_K Q5_K:       [tile][256 columns]: float16 [2][16 R], scale and minimum of all; uint8 [2][8][16 R],
 //                            those of each block, six bits in the file: a matrix has 1.03 times the file's size
@@ -43,7 +45,7 @@
 
 enum TileType {
     TILE_F32, TILE_F16, TILE_BF16,
-    TILE_Q4_0, TILE_Q4_1, TILE_Q5_0, TILE_Q5_1, TILE_Q8_0,
+    TILE_Q4_0, TILE_Q4_1, TILE_Q5_0, TILE_Q5_1, TILE_Q8_0, TILE_MXFP4,
     TILE_Q4_K, TILE_Q5_K, TILE_Q6_K
 };
 constexpr int N_TILE_TYPES = TILE_Q6_K + 1;
@@ -73,13 +75,17 @@ constexpr bool is_k(int type) { return type >= TILE_Q4_K; }
 constexpr bool has_minimum(int type) {
     return type == TILE_Q4_1 || type == TILE_Q5_1 || type == TILE_Q4_K || type == TILE_Q5_K;
 }
-constexpr int N_BITS[] = {32, 16, 16, 4, 4, 5, 5, 8, 4, 5, 6};
+// Of the integers that are multiplied: the 4 bits of MXFP4 choose one of 15, which with the offset take 5.
+constexpr int N_BITS[] = {32, 16, 16, 4, 4, 5, 5, 8, 5, 4, 5, 6};
 static_assert(sizeof(N_BITS) == N_TILE_TYPES * sizeof(int), "every type has its bits");
 constexpr int n_bits(int type) { return N_BITS[type]; }
 // The offset that makes quants unsigned, as a power of two; types with a minimum have none.
 constexpr int offset_bits(int type) { return n_bits(type) - 1; }
+constexpr bool has_fifth_bits(int type) { return n_bits(type) == 5 && type != TILE_MXFP4; }
+// Twice the value of each nibble of MXFP4 (sign, two bits of exponent, one of mantissa), plus the offset.
+constexpr unsigned char FLOAT4[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
 constexpr int quant_bytes(int type) { return n_bits(type) == 8 ? 512 : 256; }  // of a block of a tile
-constexpr int more_bytes(int type) { return n_bits(type) == 5 ? 64 : n_bits(type) == 6 ? 128 : 0; }
+constexpr int more_bytes(int type) { return has_fifth_bits(type) ? 64 : n_bits(type) == 6 ? 128 : 0; }
 constexpr int scale_bytes(int type) {  // of a block of a tile, or of 256 columns of it
     return type == TILE_Q6_K ? 32 + 256 : is_k(type) ? 64 + 256 : has_minimum(type) ? 64 : 32;
 }
@@ -205,7 +211,8 @@ static inline void quants_of(int type, const unsigned char* quants, const unsign
             q = quants[c / 4 * 64 + at];
         else
             q = quants[j * 64 + at] >> (c / 16 * 4) & 15;
-        if (n_bits(type) == 5) q |= (more[at] >> (c / 4) & 1) << 4;
+        if (type == TILE_MXFP4) q = FLOAT4[q];
+        if (has_fifth_bits(type)) q |= (more[at] >> (c / 4) & 1) << 4;
         if (n_bits(type) == 6) q |= (more[c / 16 * 64 + at] >> (2 * j) & 3) << 4;
         out[c] = q - below;
     }
@@ -234,7 +241,8 @@ ONE_BODY static void row_of(const Matrix& w, int row, float* out) {
         quants_of(w.type, quants + size_t(b) * quant_bytes(w.type), more + size_t(b) * more_bytes(w.type), lane, q);
         const unsigned char* here = scales + size_t(is_k(w.type) ? b / SUPER : b) * scale_bytes(w.type);
         int k = b % SUPER;
-        float scale = f16_to_float(half_in(here + 2 * lane)), second = 0.0f;
+        const uint16_t stored = half_in(here + 2 * lane);
+        float scale = w.type == TILE_MXFP4 ? bf16_to_float(stored) : f16_to_float(stored), second = 0.0f;
         if (w.type == TILE_Q6_K) {
             second = scale * float(static_cast<signed char>(here[32 + 32 * k + 16 + lane]));
             scale = scale * float(static_cast<signed char>(here[32 + 32 * k + lane]));

@@ -14,7 +14,7 @@
 // Quants are moved four bytes at a time: a word of the file's row becomes a word of the tile, with its nibbles paired
 // anew where the file pairs other columns.
 
-constexpr int FILE_BLOCK_BYTES[N_TILE_TYPES] = {4, 2, 2, 18, 20, 22, 24, 34, 144, 176, 210};
+constexpr int FILE_BLOCK_BYTES[N_TILE_TYPES] = {4, 2, 2, 18, 20, 22, 24, 34, 17, 144, 176, 210};
 
 static inline uint32_t word_at(const unsigned char* p) {
     uint32_t word;
@@ -32,15 +32,19 @@ static inline void pack_nibbles(unsigned char* to, const unsigned char* from, bo
     }
 }
 
+// Half the power of two that a byte of the file stands for, 2^(e - 128), as a bfloat16.
+static inline uint16_t half_power(unsigned char e) { return uint16_t(e > 1 ? (e - 1) << 7 : e ? 0x40 : 0x20); }
+
 // One row's block, row `lane` of the tile: Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 have scale (and minimum), fifth bits,
-// quants.
+// quants; MXFP4 has an exponent and quants.
 template <int TYPE>
 static inline void pack_block(unsigned char* quants, unsigned char* scales, unsigned char* more,
                               const unsigned char* from, int lane) {
-    memcpy(scales + 2 * lane, from, 2);
+    const uint16_t power = half_power(*from);
+    memcpy(scales + 2 * lane, TYPE == TILE_MXFP4 ? static_cast<const void*>(&power) : from, 2);
     if (has_minimum(TYPE)) memcpy(scales + 32 + 2 * lane, from + 2, 2);
-    from += has_minimum(TYPE) ? 4 : 2;
-    if (n_bits(TYPE) == 5) {
+    from += has_minimum(TYPE) ? 4 : TYPE == TILE_MXFP4 ? 1 : 2;
+    if (has_fifth_bits(TYPE)) {
         uint32_t bits = word_at(from), sorted = 0;  // bit c of the file is column c
         for (int j = 0; j < 8; j++) sorted |= ((bits >> 4 * j & 15) * 0x00204081u & 0x01010101u) << j;
         set_word(more + 4 * lane, sorted);
@@ -63,7 +67,7 @@ static inline void pack_k(unsigned char* quants, unsigned char* scales, unsigned
                          second & 0x3f3f3f3fu, (third >> 4 & 0x0f0f0f0fu) | (second >> 6 & 0x03030303u) << 4};
     for (int i = 0; i < 16; i++) scales[64 + 16 * i + lane] = static_cast<unsigned char>(bytes[i / 4] >> 8 * (i % 4));
     from += 16;
-    if (n_bits(TYPE) == 5) {
+    if (has_fifth_bits(TYPE)) {
         for (int b = 0; b < SUPER; b++) {  // bit b of byte c of the file is column c of block b
             uint32_t sorted = 0;
             for (int j = 0; j < 8; j++) sorted |= (word_at(from + 4 * j) >> b & 0x01010101u) << j;
@@ -135,6 +139,7 @@ template <typename T> static void pack_floats(const Matrix& w, const unsigned ch
 constexpr void (*PACK[])(const Matrix&, const unsigned char*, int) = {
     pack_floats<uint32_t>, pack_floats<uint16_t>, pack_floats<uint16_t>, pack_tile<TILE_Q4_0>,
     pack_tile<TILE_Q4_1>,  pack_tile<TILE_Q5_0>,  pack_tile<TILE_Q5_1>,  pack_tile<TILE_Q8_0>,
+    pack_tile<TILE_MXFP4>,
     pack_tile<TILE_Q4_K>,  pack_tile<TILE_Q5_K>,  pack_tile<TILE_Q6_K>,
 };
 static_assert(sizeof(PACK) == N_TILE_TYPES * sizeof(*PACK), "every type is packed");
