@@ -39,7 +39,7 @@ class PlainMemory:
         self.keys[layer], self.values[layer] = k, v
         ages = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
         mask = (ages >= 0) & (ages < (block.shape.window or len(k)))
-        return attention_torch(q, k, v, mask, scale=scale, softcap=softcap)
+        return attention_torch(q, k, v, mask, scale=scale, softcap=softcap, sinks=block.sinks)
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
         if layer not in self.kept:

@@ -138,6 +138,13 @@ def _ernie4_5_moe() -> TinyModel:
     return _made("Ernie4_5_MoeForCausalLM", "ernie4_5-moe", **router, moe_layer_start_index=1, tie_word_embeddings=True)
 
 
+def _gpt_oss(architecture: str | None, *, truncate: bool, **config: Any) -> TinyModel:
+    rope = {**_yarn(), "beta_fast": 32.0, "beta_slow": 1.0, "truncate": truncate}
+    sizes = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16}
+    sizes |= {"num_hidden_layers": 4, "sliding_window": WINDOW}
+    return _made("GptOssForCausalLM", architecture, **{**sizes, "rope_parameters": rope, **config})
+
+
 def _granite_moe(kind: str, **config: Any) -> TinyModel:
     sizes = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40}
     return _made(kind, "granitemoe", **{**_GRANITE, **sizes, **config})
@@ -318,6 +325,9 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
             num_key_value_heads=4,
             intermediate_size=40,
         ),
+        # llama.cpp truncates where YaRN's ramp begins and ends, which the published config does not.
+        "gpt-oss": _gpt_oss("gpt-oss", truncate=True),
+        "gpt-oss-untruncated": _gpt_oss(None, truncate=False),
         "ernie4-5-moe": _ernie4_5_moe(),
         "granite-moe": _granite_moe("GraniteMoeSharedForCausalLM", shared_intermediate_size=56),
         "qwen3-moe-unnormed": _qwen3_moe(None, norm_topk_prob=False),

@@ -128,6 +128,9 @@ def _add_experts(writer: Any, architecture: str, config: Config) -> None:
         writer.add_expert_feed_forward_length(width)
     if architecture == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if architecture == "gpt-oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_sliding_window(config["sliding_window"])
     if architecture == "granitemoe" and config.get("shared_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
     if architecture == "ernie4_5-moe":
@@ -296,7 +299,8 @@ def _add_vocabulary(writer: Any) -> None:
 
 def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The tensors under their names in a folder, laid out as GGUF has them; then those that only GGUF has."""
-    for name, value in _parts_of_experts(_stacked_experts(tensors)):
+    apart = _gpt_oss_experts(tensors) if architecture == "gpt-oss" else _parts_of_experts(_stacked_experts(tensors))
+    for name, value in apart:
         if architecture in PAIRED and name.endswith(("q_proj.weight", "q_proj.bias")):
             value = _in_pairs(value, config["num_attention_heads"])
         elif architecture in PAIRED and name.endswith(("k_proj.weight", "k_proj.bias")):
@@ -412,6 +416,21 @@ def _parts_of_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tens
             continue
         for part, half in zip(("gate", "up"), value.chunk(2, -2), strict=True):
             yield _part_name(name, part), half.contiguous()
+
+
+def _gpt_oss_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Gate and up, row by row in turn in a folder, apart; matrices as [expert, out, in]."""
+    for name, value in tensors.items():
+        if name.endswith(".sinks"):
+            yield f"{name}.weight", value
+        elif ".experts." not in name:
+            yield name, value
+        else:
+            layer, is_bias = name.split(".layers.")[1].split(".")[0], name.endswith("_bias")
+            rows, leaf = (value, "bias") if is_bias else (value.transpose(1, 2), "weight")
+            parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if "gate_up" in name else {"down": rows}
+            for part, own in parts.items():
+                yield f"blk.{layer}.ffn_{part}_exps.{leaf}", own.contiguous()
 
 
 def _part_name(name: str, part: str) -> str:

@@ -62,6 +62,7 @@ class Attention(Block):
     out: Linear
     q_norm: Norm | None
     k_norm: Norm | None
+    sinks: Leaf | None = None  # [n_heads], float32
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,8 @@ class Builder:
         q_width, k_width = into[:2] if own.qk_norm == "rows" else (own.head_width, own.head_width)
         q_norm = self.norm(at + "attn_q_norm", q_width) if qk_norm else None
         k_norm = self.norm(at + "attn_k_norm", k_width) if qk_norm else None
-        return Attention(layer, own, qkv, out, q_norm, k_norm)
+        sinks = self.tensor(at + "attn_sinks.weight", own.n_heads, exact=True) if own.sinks else None
+        return Attention(layer, own, qkv, out, q_norm, k_norm, sinks)
 
     def mlp(self, layer: int) -> MLP:
         """Routed experts where the shape has them, else a gated block."""

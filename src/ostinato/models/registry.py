@@ -23,6 +23,7 @@ from ostinato.models.gemma import GEMMA, GEMMA2, GEMMA3
 from ostinato.models.glm4 import GLM4
 from ostinato.models.glm4_moe import GLM4_MOE
 from ostinato.models.gpt2 import GPT2
+from ostinato.models.gpt_oss import GPT_OSS
 from ostinato.models.gptneox import GPTNEOX
 from ostinato.models.granite import GRANITE, GRANITE_MOE
 from ostinato.models.hunyuan import HUNYUAN_DENSE
@@ -49,7 +50,7 @@ FAMILIES: Final = (
     LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, PHI3, GPT2, MIXTRAL, MAMBA, MAMBA2, FALCON_H1, BERT,
     NOMIC_BERT, XLM_ROBERTA, SMOLLM3, GRANITE, QWEN3_VL, QWEN2_MOE, OLMO2, OLMO3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5,
     HUNYUAN_DENSE, ARCEE, STARCODER2, STABLELM, PHI2, GPTNEOX, COMMAND_R, COHERE2, QWEN3_VL_MOE, GLM4_MOE,
-    ERNIE4_5_MOE, GRANITE_MOE, OLMOE, MISTRAL3,
+    ERNIE4_5_MOE, GRANITE_MOE, OLMOE, MISTRAL3, GPT_OSS,
 )  # fmt: skip
 
 BY_GGUF: Final[Mapping[str, Family]] = MappingProxyType({f.name: f for f in FAMILIES if f.in_gguf})

@@ -183,6 +183,7 @@ class AttentionShape:
     qk_norm: QKNorm = "heads"  # where there are such norms
     temperature: QueryTemperature | None = None
     gated: bool = False  # queries are twice as wide: a query and a gate on the output for each head
+    sinks: bool = False  # each head has one more score in its softmax, a number of its own that stands for no value
 
     @property
     def group(self) -> int:

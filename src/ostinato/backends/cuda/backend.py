@@ -209,6 +209,8 @@ def why_not_blocks(shape: Shape) -> str | None:
     if shape.recurrent and shape.experts is not None:
         return f"{shape.family} has routed experts, and torch must ask the device which of them are chosen"
     for one in shape.attention.values():
+        if one.sinks and shape.recurrent:
+            return "attention sinks beside recurrent layers"
         if one.gated and not shape.recurrent:
             return "gates on the output of attention"
         if one.head_width % 16:

@@ -450,6 +450,7 @@ def heads_of(model: Model, attention: Attention) -> Heads:
         norm_eps=model.shape.norm_eps if q_norm is None else q_norm.eps,
         norm_last=s.qk_norm == "after_rope",
         temperature=None if s.temperature is None else (s.temperature.scale, s.temperature.span),
+        sinks=attention.sinks,
     )
 
 

@@ -92,7 +92,7 @@ class _Layer(Structure):
         *((name, _Norm) for name in ("mlp_norm", "after_mlp", "mlp_post_norm", "q_norm", "k_norm")),
         *((name, _Product) for name in ("qkv", "out", "gate_up", "down", "router")),
         *((name, _Product) for name in ("shared_gate_up", "shared_down", "into_latent", "out_of_latent")),
-        *((name, c_void_p) for name in ("experts", "choice_bias", "mixer")),
+        *((name, c_void_p) for name in ("experts", "choice_bias", "sinks", "mixer")),
         ("cache", _Cache),
         *((name, c_int) for name in ("window", "rope", "ff_width", "group", "gated")),
         *((name, c_int) for name in ("qk_norm", "parallel", "n_heads", "n_kv_heads", "head_width", "temperature_span")),
@@ -334,7 +334,7 @@ class NativeStep:
         out.window, out.rope = s.window or 0, -1 if s.rope is None else ropes.index(s.rope)
         out.n_heads, out.n_kv_heads, out.head_width = s.n_heads, s.n_kv_heads, s.head_width
         out.query_scale, out.softcap = s.query_scale, s.softcap or 0.0
-        out.qk_norm = _QK_NORMS.index(s.qk_norm)
+        out.qk_norm, out.sinks = _QK_NORMS.index(s.qk_norm), self._table(attention.sinks)
         if s.temperature is not None:
             out.temperature, out.temperature_span = s.temperature.scale, s.temperature.span
 

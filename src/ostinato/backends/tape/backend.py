@@ -187,6 +187,7 @@ def why_not_shape(shape: Shape) -> str | None:
         (not shape.parallel, "attention and feed-forward in parallel"),
         (first.temperature is None, "queries that grow with their position"),
         (not first.gated, "gates on the output of attention"),
+        (not first.sinks, "attention sinks"),
         (first.softcap is None and shape.logit_softcap is None, "soft caps"),
         (shape.activation == "silu", f"the activation {shape.activation}: it has silu"),
         (not shape.mlp_bias, "a bias in the feed-forward block"),

@@ -114,7 +114,7 @@ class RowMemory(PagedRows):
             cells = self._cells(layer, 0 if window is None else max(0, self.start + 1 - window))
             self.seen[place] = as_slice(cells) or torch.from_numpy(cells)
         past = (half.read(0, self.seen[place], q.dtype) for half in (keys, values))
-        return self.model.ops.attention(q, *past, None, scale=s.query_scale, softcap=s.softcap)
+        return self.model.ops.attention(q, *past, None, scale=s.query_scale, softcap=s.softcap, sinks=block.sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,4 +127,4 @@ class ChunkMemory(PagedRows):
         def past(first: int, stop: int) -> tuple[Tensor, Tensor]:
             return keys.read(0, seen[first:stop], q.dtype), values.read(0, seen[first:stop], q.dtype)
 
-        return blocked_attention_torch(q, past, len(seen), s, start=self.start)
+        return blocked_attention_torch(q, past, len(seen), s, start=self.start, sinks=block.sinks)

@@ -37,7 +37,7 @@ SPLIT: Final = 64  # positions; the least that is worth an item
 MAX_SPLITS: Final = 64  # of one row; longer rows have longer splits
 _MERGED: Final = 8192  # elements of partial sums that a merge holds at once
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-_LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,7 @@ class Cut:
     merge: int  # splits at once
     window: int
     capped: bool
+    sinks: bool
 
 
 def attend_workspace(n_slots: int, heads: Sequence[Heads], device: torch.device) -> Workspace:
@@ -139,6 +140,7 @@ def bind_attend(
             merge=max(1, min(16, _MERGED // (few * wide))),
             window=heads.window or 0,
             capped=heads.softcap is not None,
+            sinks=heads.sinks is not None,
         ),
     }
     if stages is None:
@@ -180,6 +182,8 @@ def layer_arguments(kv: PagedKV, heads: Heads, stand_in: Tensor) -> dict[str, An
     for name, weight in (("q_norm", heads.q_norm), ("k_norm", heads.k_norm)):
         if weight is not None:
             checked(name, weight, dtype=FLOATS, shape=(width,), device=device)
+    if heads.sinks is not None:
+        checked("sinks", heads.sinks, dtype=torch.float32, shape=(heads.n_heads,), device=device)
     if heads.frequencies is not None:
         checked("frequencies", heads.frequencies, dtype=torch.float32, shape=(1, None), device=device)
 
@@ -193,7 +197,7 @@ def layer_arguments(kv: PagedKV, heads: Heads, stand_in: Tensor) -> dict[str, An
     return {
         "kv": grouped({"key": kv.keys, "value": kv.values, **quantised}),
         "turn": grouped(norms | rope),
-        **{"scale": heads.scale, "softcap": heads.softcap or 1.0},
+        **{"scale": heads.scale, "softcap": heads.softcap or 1.0, "sinks": there(heads.sinks)},
         "S": LayerSizes(
             heads=heads.n_heads,
             kv_heads=heads.n_kv_heads,
@@ -211,7 +215,7 @@ def layer_arguments(kv: PagedKV, heads: Heads, stand_in: Tensor) -> dict[str, An
 
 
 @triton.jit
-def attend_kernel(qkv, attended, kv, rows, turn, space, scale, softcap, S: tl.constexpr, C: tl.constexpr):
+def attend_kernel(qkv, attended, kv, rows, turn, space, scale, softcap, sinks, S: tl.constexpr, C: tl.constexpr):
     D: tl.constexpr = S.d
     BLOCK: tl.constexpr = C.block
     MANY: tl.constexpr = C.many
@@ -263,6 +267,14 @@ def attend_kernel(qkv, attended, kv, rows, turn, space, scale, softcap, S: tl.co
             top = scored(tl.sum(q.to(tl.float32) * own_k, 1), softcap, C.capped)
             total = tl.full([MANY], 1.0, tl.float32)
             acc = tl.trans(own_v) + tl.zeros([D, MANY], tl.float32)
+            if C.sinks:
+                # One more score, which stands for no value. This split alone has it.
+                sink = tl.load(sinks + head * C.group + members, mask=members < C.group, other=0.0) * LOG2_E
+                higher = tl.maximum(top, sink)
+                faded = tl.exp2(top - higher)
+                total = faded + tl.exp2(sink - higher)
+                acc = acc * faded[None, :]
+                top = higher
         else:
             top = tl.full([MANY], float("-inf"), tl.float32)
             total = tl.zeros([MANY], tl.float32)
@@ -351,10 +363,10 @@ def scored(scores, softcap, CAPPED: tl.constexpr):
     """Scores, capped, as exponents of two."""
     if CAPPED:
         # tanh by the exponential that exists everywhere; the sign is put back, so nothing overflows.
-        shrunk = tl.exp2(tl.abs(scores) * (-2.0 * _LOG2_E) / softcap)
+        shrunk = tl.exp2(tl.abs(scores) * (-2.0 * LOG2_E) / softcap)
         capped = softcap * (1.0 - shrunk) / (1.0 + shrunk)
         scores = tl.where(scores < 0, -capped, capped)
-    return scores * _LOG2_E
+    return scores * LOG2_E
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from torch import Tensor
 from ostinato.backends.cuda.chip import chunk_block, chunk_bytes, padded_width
 from ostinato.backends.cuda.launch import FLOATS, TritonLaunch, checked
 from ostinato.backends.cuda.triton.attend import (
+    LOG2_E,
     cells_at,
     layer_arguments,
     load_cells,
@@ -78,6 +79,7 @@ def bind_chunk_attention(
         "chunk": _placed(chunk, m, device, heads),
         **layer_arguments(kv, heads, q),
         **{"ROWS": TILE_ROWS, "BLOCK": block, "WINDOW": heads.window or 0, "CAPPED": heads.softcap is not None},
+        "SINKS": heads.sinks is not None,
     }
     grid = (_PROGRAMS * triton.cdiv(m, TILE_ROWS), heads.n_heads)
     warps = 8 if exact or width > 128 else 4
@@ -129,8 +131,8 @@ def append_chunk_kernel(qkv, q, kv, chunk, turn, S: tl.constexpr, ROWS: tl.const
 
 @triton.jit
 def chunk_attention_kernel(
-    q, attended, kv, chunk, scale, softcap, S: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    q, attended, kv, chunk, scale, softcap, sinks, S: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     D: tl.constexpr = S.d
     head = tl.program_id(1)
@@ -151,6 +153,9 @@ def chunk_attention_kernel(
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, D], tl.float32)
+        if SINKS:  # the first score of each row, which stands for no value
+            top = tl.zeros([ROWS], tl.float32) + tl.load(sinks + head) * LOG2_E
+            total += 1.0
         earliest = first // BLOCK * BLOCK
         page = page_at(its_pages, earliest, end, S, BLOCK)
         for block in range(earliest, end, BLOCK):

@@ -59,8 +59,9 @@ struct SoftmaxState {
 };
 
 struct Query {
-    const float* q;   // [width], scaled
-    int first, last;  // the positions it sees: [first, last)
+    const float* q;     // [width], scaled
+    int first, last;    // the positions it sees: [first, last)
+    const float* sink;  // one more score in its softmax, which stands for no value; null: none
 };
 
 // --- one page of a head, widened as it is read ---
@@ -284,8 +285,16 @@ static inline void join(SoftmaxState& all, const SoftmaxState& block, int width,
         store(all.mixed + c, fma(load(block.mixed + c), gain, mul(load(all.mixed + c), rescale)));
 }
 
-static inline void finish(const SoftmaxState& all, int width, float* out) {
-    const Lanes share = lanes(1.0f / all.sum);
+static inline void finish(const SoftmaxState& all, int width, const float* sink, float* out) {
+    float weight = 1.0f, sum = all.sum;
+    if (sink) {
+        const float top = all.top > *sink ? all.top : *sink;
+        float both[LANES] = {all.top - top, *sink - top};
+        store(both, exp(load(both)));
+        weight = both[0];
+        sum = all.sum * both[0] + both[1];
+    }
+    const Lanes share = lanes(weight / sum);
     for (int c = 0; c < width; c += LANES) store(out + c, mul(load(all.mixed + c), share));
 }
 
@@ -312,7 +321,7 @@ static inline void attend(
             attended[i] = true;
         }
     }
-    for (int i = 0; i < n; i++) finish(all[i], width, out[i]);
+    for (int i = 0; i < n; i++) finish(all[i], width, queries[i].sink, out[i]);
 }
 
 // --- a new position's keys and values into its page ---

@@ -68,6 +68,7 @@ struct Layer {
     Product shared_gate_up, shared_down, into_latent, out_of_latent;
     const Product* experts;     // gate_up and down of each in turn, or null
     const float* choice_bias;   // [experts], or null
+    const float* sinks;         // [heads], or null
     const Mixer* mixer;         // alone, or beside attention on the same input; or null
     attention::Cache cache;
     int window;  // positions that it sees; 0: all
@@ -84,6 +85,7 @@ struct Layer {
     float attention_scale;       // of what goes into attention; 0: none
 
     bool attends() const { return n_heads > 0; }
+    const float* sink_of(int head) const { return sinks ? sinks + head : nullptr; }
     int queries() const { return n_heads / n_kv_heads; }  // that share a key head
     int attended_width() const { return n_heads * head_width; }
     int qkv_width() const { return (n_heads + 2 * n_kv_heads) * head_width; }
@@ -719,7 +721,7 @@ struct ForwardPass {
                 const int head = kv * of.group + begin + i;
                 float* q = mine.queries + size_t(i) * of.width;
                 query_of(layer, row, head, q);
-                queries[i] = {q, first, last};
+                queries[i] = {q, first, last, nullptr};  // its blocks are joined elsewhere
                 partials[i].mixed = block_mixed + block_place(layer, row, head, at) * of.width;
             }
             attention::attend_typed(past, at, queries, n, partials, next);
@@ -745,7 +747,7 @@ struct ForwardPass {
                 const attention::SoftmaxState part{partial[0], partial[1], block_mixed + place_of * width};
                 attention::join(all, part, width, at == first / attention::BLOCK);
             }
-            attention::finish(all, width, to + size_t(head) * width);
+            attention::finish(all, width, layer.sink_of(head), to + size_t(head) * width);
         }
         return to;
     }
@@ -791,7 +793,7 @@ struct ForwardPass {
                 const int row = begin + (done + i) / of.group, head = past.kv * of.group + (done + i) % of.group;
                 float* q = mine.queries + size_t(i) * of.width;
                 query_of(layer, row, head, q);
-                queries[i] = {q, first_visible(layer, position_of(row)), visible_end(row)};
+                queries[i] = {q, first_visible(layer, position_of(row)), visible_end(row), layer.sink_of(head)};
                 to[i] = attended + size_t(row) * attended_stride + size_t(head) * of.width;
             }
             attention::attend(past, queries, n, to, mine.partial, next);

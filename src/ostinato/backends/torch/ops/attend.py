@@ -48,6 +48,7 @@ class Heads:
     norm_eps: float = 1e-6
     norm_last: bool = False  # after the rotation
     temperature: tuple[float, int] | None = None  # scale and span of `QueryTemperature`
+    sinks: Tensor | None = None  # float32 [n_heads]: of each head, one more score in its softmax, of no position
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
@@ -182,4 +183,6 @@ def attend_row_torch(q: Tensor, keys: Tensor, values: Tensor, heads: Heads) -> T
     scores = torch.einsum("hw,nhw->hn", q, keys)
     if heads.softcap is not None:
         scores = torch.tanh(scores / heads.softcap) * heads.softcap
-    return torch.einsum("hn,nhw->hw", scores.softmax(-1), values)
+    if heads.sinks is not None:
+        scores = torch.cat((scores, heads.sinks.float()[:, None]), -1)
+    return torch.einsum("hn,nhw->hw", scores.softmax(-1)[:, : len(values)], values)

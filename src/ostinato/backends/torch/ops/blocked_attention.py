@@ -25,10 +25,11 @@ def blocked_attention_torch(
     shape: AttentionShape,
     *,
     start: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [rows, heads, width], row i at position start + i, over the keys and values of `n_past` positions from 0 on.
 
-    Gives [rows, heads, value width] in q.dtype. Rows beyond the last position are padding and come out as numbers
+    Gives [rows, heads, value width] in q.dtype. `sinks` [heads] as in `attention_torch`. Rows beyond the last position are padding and come out as numbers
     without meaning.
     """
     rows, heads, width = q.shape
@@ -37,7 +38,10 @@ def blocked_attention_torch(
     queries = q.view(rows, kv_heads, group, width).permute(1, 0, 2, 3).reshape(kv_heads, rows * group, width)
     at = torch.arange(start, start + rows, device=q.device).repeat_interleave(group).unsqueeze(-1)
     top = torch.full((kv_heads, rows * group, 1), float("-inf"), device=q.device)
-    total, mixed = torch.zeros_like(top), torch.zeros((kv_heads, rows * group, shape.value_width), device=q.device)
+    if sinks is not None:  # the first score of each row, which stands for no value
+        top = sinks.float().view(kv_heads, 1, group).expand(-1, rows, -1).reshape(kv_heads, rows * group, 1)
+    total = torch.zeros_like(top) if sinks is None else torch.ones_like(top)
+    mixed = torch.zeros((kv_heads, rows * group, shape.value_width), device=q.device)
     for first in range(0, n_past, BLOCK):
         if window is not None and first + BLOCK <= start + 1 - window:
             continue  # out of every row's window

@@ -68,7 +68,8 @@ class KVPart:
             keys.write(view.stream, view.written, k[view.rows])
             values.write(view.stream, view.written, v[view.rows])
             past = (half.read(view.stream, view.seen, q.dtype) for half in (keys, values))
-            seen.append(ops.attention(q[view.rows], *past, view.mask, scale=s.query_scale, softcap=s.softcap))
+            how = {"scale": s.query_scale, "softcap": s.softcap, "sinks": block.sinks}
+            seen.append(ops.attention(q[view.rows], *past, view.mask, **how))
         return seen[0] if len(seen) == 1 else torch.cat(seen)
 
 
@@ -98,7 +99,8 @@ class EncoderPart:
         return EncoderPart(None if seen.all() else torch.from_numpy(seen).to(device))
 
     def attend(self, ops: Ops, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ops.attention(q, k, v, self.mask, scale=block.shape.query_scale, softcap=block.shape.softcap)
+        s = block.shape
+        return ops.attention(q, k, v, self.mask, scale=s.query_scale, softcap=s.softcap, sinks=block.sinks)
 
 
 @dataclass(frozen=True, slots=True)
