@@ -9,6 +9,7 @@ from ostinato.models.cohere import COHERE2, scaled
 from ostinato.models.falcon_h1 import FALCON_H1
 from ostinato.models.gemma import GEMMA2, GEMMA3, two_ropes
 from ostinato.models.gpt2 import GPT2
+from ostinato.models.gpt_oss import GPT_OSS
 from ostinato.models.gptneox import GPTNEOX
 from ostinato.models.granite import GRANITE, multiplied
 from ostinato.models.hunyuan import HUNYUAN_DENSE
@@ -40,6 +41,7 @@ from tests.random_model import RandomWeights
 FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen3moe", "mixtral", "gemma2", "gemma3", "phi3", "phi3-long", "gpt2", "smollm3",
     "granite", "qwen2moe", "latent experts", "olmo2", "hunyuan-dense", "gptneox", "cohere2", "mistral3", "uneven",
+    "gpt-oss",
 )  # fmt: skip
 RECURRENT = ("mamba", "falcon-mamba", "mamba2", "mamba2-limits", "falcon-h1", "falcon-h1-norm")
 HIDDEN, N_LAYERS, VOCAB, CONTEXT = 96, 2, 131, 256
@@ -77,6 +79,8 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
         6, 2, 40, renormalise=True, dense_layers=frozenset({0}), scoring="sigmoid", choice_bias=True,
         groups=ExpertGroups(3, 2, 2), share_scale=1.5, gated=False, bias=True, shared_width=56, latent_width=64,
     )  # fmt: skip
+    oss = replace(windowed.with_attention(sinks=True), attention_bias=True, activation="clamped_swiglu")
+    oss = replace(oss, experts=replace(experts, bias=True))
     alone = plain.with_attention(n_kv_heads=6, rope=None)
     gpt2 = replace(alone, activation="gelu_tanh", attention_bias=True, mlp_bias=True)
     part = replace(rope, width=24)
@@ -97,6 +101,7 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
         "qwen3moe": (QWEN3_MOE, replace(plain, experts=replace(experts, renormalise=False))),
         "qwen2moe": (QWEN2_MOE, replace(plain, experts=replace(experts, shared_width=72, shared_gate=True))),
         "latent experts": (QWEN2_MOE, replace(plain, family="qwen2moe", activation="relu2", experts=latent)),
+        "gpt-oss": (GPT_OSS, oss),
         "mixtral": (MIXTRAL, replace(plain, experts=experts)),
         "gemma2": (GEMMA2, replace(gemma.with_attention(softcap=20.0), logit_softcap=15.0)),
         "gemma3": (GEMMA3, two_ropes(gemma, rope, 5_000.0)),

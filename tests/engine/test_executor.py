@@ -587,7 +587,7 @@ KERNEL_TESTS: dict[str, Callable[[], None]] = {
     "append_chunk_kernel": partial(
         test_chunk_attention.test_appending_equals_the_twin_and_touches_nobody_else, "f32", torch.float32
     ),
-    "chunk_attention_kernel": partial(test_chunk_attention.test_windows_and_caps_equal_float64, None),
+    "chunk_attention_kernel": partial(test_chunk_attention.test_windows_caps_and_sinks_equal_float64, None, None),
     "embed_kernel": partial(test_embed.test_it_equals_the_twin_and_leaves_dead_rows_alone, torch.float32, None),
     "route_kernel": partial(test_experts.test_routing_takes_the_highest_scores_in_order_of_the_experts, True),
     "experts_gate_up_kernel": partial(test_experts.test_gate_and_up_of_each_rows_own_experts, "F32"),

@@ -72,9 +72,17 @@ def _is_tied(model: Any) -> bool:
 
 def block_type(name: str, storage: str) -> str:
     """The GGUF type in which the tensor with this name in a folder is stored."""
-    vector = name.endswith(("sinks.weight", "router.weight", "norm.weight", "bias", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
+    vector = name.endswith(
+        ("sinks.weight", "router.weight", "norm.weight", "bias", "ln_1.weight", "ln_2.weight", "ln_f.weight")
+    )
     if vector or name.endswith(
-        ("mlp.gate.weight", "shared_expert_gate.weight", "router.layer.weight", "block_sparse_moe.gate.weight")
+        (
+            "mlp.gate.weight",
+            "shared_expert_gate.weight",
+            "router.layer.weight",
+            "router.weight",
+            "sparse_moe.gate.weight",
+        )
     ):
         return "F32"
     if storage == "quantised":

@@ -63,20 +63,24 @@ def test_rope_turns_each_pair_as_a_complex_number_and_leaves_the_rest() -> None:
     assert torch.equal(out[..., 4:], x[..., 4:])
 
 
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -30.0, 2.0, 40.0])], ids=["plain", "sinks"])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_attention_is_a_weighted_mean_of_the_cells_a_row_may_see(softcap: float | None) -> None:
+def test_attention_is_a_weighted_mean_of_the_cells_a_row_may_see(softcap: float | None, sinks: Tensor | None) -> None:
     rows, cells, heads, kv_heads, width = 3, 7, 4, 2, 8
     q, k, v = noise(rows, heads, width), noise(cells, kv_heads, width, seed=1), noise(cells, kv_heads, width, seed=2)
     mask = torch.rand((rows, cells), generator=torch.Generator().manual_seed(5)) < 0.6
     mask[:, 0] = True
-    out = attention_torch(q, k, v, mask, scale=0.3, softcap=softcap)
+    out = attention_torch(q, k, v, mask, scale=0.3, softcap=softcap, sinks=sinks)
     for row in range(rows):
         for head in range(heads):
             shared = head // (heads // kv_heads)
             score = (k[:, shared].double() @ q[row, head].double()) * 0.3
             if softcap is not None:
                 score = (score / softcap).tanh() * softcap
-            weight = score.masked_fill(~mask[row], -math.inf).softmax(0)
+            score = score.masked_fill(~mask[row], -math.inf)
+            if sinks is not None:
+                score = torch.cat((score, sinks[head : head + 1].double()))
+            weight = score.softmax(0)[:cells]
             torch.testing.assert_close(out[row, head], (weight @ v[:, shared].double()).float(), atol=1e-5, rtol=1e-5)
 
 

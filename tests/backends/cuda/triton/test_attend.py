@@ -47,6 +47,7 @@ class Case:
     rope_sets: int = 1  # the rows have them in turn
     softcap: float | None = None
     window: int | None = None
+    sinks: bool = False
     seed: int = 0
 
 
@@ -88,6 +89,7 @@ def made(case: Case) -> Step:
         pairing=case.pairing,
         q_norm=torch.rand(case.width, generator=g) + 0.5 if case.normed else None,
         k_norm=torch.rand(case.width, generator=g) + 0.5 if case.normed else None,
+        sinks=2 * torch.randn(case.n_heads, generator=torch.Generator().manual_seed(11)) if case.sinks else None,
     )
     rows = StepRows(torch.tensor([n], dtype=torch.int32), row_slot, position, pages, rope_set)
     kv = poisoned(n_slots * max_pages * case.page_tokens, case)
@@ -198,8 +200,10 @@ def reference(step: Step, row: int) -> np.ndarray:
         scores = keys[first:, shared] @ q[head] * heads.scale
         if heads.softcap:
             scores = np.tanh(scores / heads.softcap) * heads.softcap
+        if heads.sinks is not None:
+            scores = np.append(scores, float(heads.sinks[head]))
         weights = np.exp(scores - scores.max())
-        out.append(weights @ values[first:, shared] / weights.sum())
+        out.append(weights[: len(values) - first] @ values[first:, shared] / weights.sum())
     return np.concatenate(out)
 
 
@@ -225,6 +229,19 @@ def test_caps_windows_and_both_pairings_equal_the_float64_reference(pairing: Pai
     for row in range(3):
         expected = reference(step, row)
         assert np.abs(seen[row].double().numpy() - expected).max() <= 3e-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("sink", [None, -60.0, 60.0], ids=["plain", "low", "high"])
+def test_sinks_take_their_share_of_a_window_and_of_many_splits(sink: float | None) -> None:
+    """However far they are from the other scores."""
+    step = made(Case((0, 1, 63, 130, 200), n_heads=6, n_kv_heads=2, width=16, sinks=True))
+    sinks = step.heads.sinks if sink is None else torch.full((6,), sink)
+    for window in (None, 70):
+        own = replace(step, heads=replace(step.heads, window=window, sinks=sinks))
+        seen, _ = run(own)
+        for row in range(5):
+            expected = reference(own, row)
+            assert np.abs(seen[row].double().numpy() - expected).max() <= 3e-6 * max(np.abs(expected).max(), 1e-20)
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -368,6 +385,7 @@ def compile_all() -> None:
         (Case((5,), n_heads=32, n_kv_heads=8, width=64, store="bf16"), True),
         (odd, False),
         (gemma, False),
+        (Case((5,), n_heads=64, n_kv_heads=8, width=64, store="bf16", window=128, sinks=True), True),
         (Case((5,), n_heads=4, n_kv_heads=4, width=64, store="f32", n_rotary=32, rope_sets=2), False),
     ):
         step = made(case)

@@ -185,9 +185,11 @@ def test_every_row_of_a_chunk_equals_the_twin(store: str, dtype: torch.dtype, gr
         assert error <= (TOLERANCE[store] + ROUNDED[dtype]) * twin[:n].float().abs().max()
 
 
+@pytest.mark.parametrize("sink", [None, 1.5, 40.0])
 @pytest.mark.parametrize("window", [None, 1, 50, 64, 65])
-def test_windows_and_caps_equal_float64(window: int | None) -> None:
-    heads = heads_of(1, 16, softcap=3.0, window=window)
+def test_windows_caps_and_sinks_equal_float64(window: int | None, sink: float | None) -> None:
+    sinks = None if sink is None else torch.tensor([sink])
+    heads = replace(heads_of(1, 16, softcap=3.0, window=window), sinks=sinks)
     kv, pages = store_of("f32", 16, 3)
     g = torch.Generator().manual_seed(4)
     k, v, q = torch.randn(3, 150, 1, 16, generator=g)
@@ -198,7 +200,10 @@ def test_windows_and_caps_equal_float64(window: int | None) -> None:
     scores = torch.tanh(q[90:, 0].double() @ k[:, 0].double().T * heads.scale / 3) * 3
     there, at = torch.arange(150), torch.arange(90, 150).unsqueeze(-1)
     allowed = (there <= at) & (there > at - (window or 1000))
-    expected = scores.masked_fill(~allowed, -math.inf).softmax(-1) @ v[:, 0].double()
+    scores = scores.masked_fill(~allowed, -math.inf)
+    if sink is not None:
+        scores = torch.cat((scores, torch.full((60, 1), sink).double()), -1)
+    expected = scores.softmax(-1)[:, :150] @ v[:, 0].double()
     assert (seen[:60] - expected).abs().max() < 2e-6
 
 
@@ -294,7 +299,8 @@ def compile_all() -> None:
         (2, 256, "bf16", torch.bfloat16, False),
         (2, 128, "f32", torch.float32, False),
     ):
-        heads = replace(heads_of(n_heads, width, normed=True), softcap=30.0, window=1024)
+        sinks = torch.zeros(n_heads) if n_heads == 4 else None
+        heads = replace(heads_of(n_heads, width, normed=True), softcap=30.0, window=1024, sinks=sinks)
         kv, pages = store_of(store, width, 4)
         chunk = chunk_of(0, 1, pages, 64)
         if store == "f32":  # and two rope sets

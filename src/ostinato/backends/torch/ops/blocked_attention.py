@@ -29,8 +29,8 @@ def blocked_attention_torch(
 ) -> Tensor:
     """q [rows, heads, width], row i at position start + i, over the keys and values of `n_past` positions from 0 on.
 
-    Gives [rows, heads, value width] in q.dtype. `sinks` [heads] as in `attention_torch`. Rows beyond the last position are padding and come out as numbers
-    without meaning.
+    Gives [rows, heads, value width] in q.dtype. Rows beyond the last position are padding and come out as numbers
+    without meaning. `sinks` [heads] are as in `attention_torch`.
     """
     rows, heads, width = q.shape
     group, kv_heads, window = shape.group, shape.n_kv_heads, shape.window
