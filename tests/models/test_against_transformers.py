@@ -1,6 +1,7 @@
 """Every family in every format computes what transformers computes: logits in float32, and 64 greedy tokens."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from torch.testing import assert_close
 from ostinato import LLM, Sampling
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.models.registry import table_of, why_left_out
+from tests.counts import soaking
 from tests.models import tiny, tiny_gguf, tiny_text
 
 pytestmark = pytest.mark.slow  # together they take seconds
@@ -48,6 +50,21 @@ def test_64_greedy_tokens_equal_those_of_transformers(case: tuple[str, LLM]) -> 
     name, llm = case
     answer = llm.generate(tiny.prompt(name), GREEDY).token_ids
     assert answer == tiny.reference_greedy(name, guess=answer)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", list(tiny.TINY) if soaking() else ["olmo3", "hunyuan", "cohere2", "mistral3"])
+def test_four_prompts_at_once_and_a_prompt_in_two_pieces_give_the_same_tokens(name: str, tiny_files: Path) -> None:
+    ids, few = tiny.prompt(name), replace(GREEDY, max_tokens=12)
+    prompts = [ids, ids[5:], ids[::-1], ids[:30] + ids[:9]]
+    with opened(tiny.folder(name, tiny_files), context=tiny.TINY[name].context, slots=4) as llm:
+        together = [answer.token_ids for answer in llm.generate(prompts, few)]
+        alone = [llm.generate(prompt, few).token_ids for prompt in prompts]  # each behind what it has in common
+    with opened(tiny.folder(name, tiny_files), context=tiny.TINY[name].context) as llm:
+        llm.generate(ids[:20], replace(few, max_tokens=1))
+        cut = llm.generate(ids, few).token_ids
+    assert together == alone
+    assert cut == together[0]
 
 
 @pytest.mark.parametrize("name", ["gemma3-vision", "qwen3-vl"])

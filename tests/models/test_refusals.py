@@ -296,6 +296,64 @@ def test_a_config_that_cannot_be_is_refused(key: str, value: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("name", "config", "said"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0]; it must be a list of 4 times 0 or 1"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling"),
+        ("olmo2", {"num_attention_heads": 2}, "k_proj"),
+        ("olmo3", {"layer_types": ["full_attention"]}, "layer_types must list 4"),
+        ("exaone4-window", {"layer_types": None, "sliding_window_pattern": "LLX"}, "sliding_window_pattern"),
+        ("seed-oss", {"attention_out_bias": True}, "attention_out_bias"),
+        ("seed-oss", {"num_key_value_heads": 1}, "k_proj"),
+        ("glm4", {"intermediate_size": 48}, "gate_up_proj"),
+        ("ernie4.5", {"use_bias": True}, "bias is missing"),
+        ("hunyuan", {"head_dim": 16}, "q_proj"),
+        ("hunyuan-alpha", {"rope_parameters": {"rope_type": "dynamic", "alpha": 0, "rope_theta": 1e4}}, "alpha"),
+        ("arcee", {"mlp_bias": True}, "bias is missing"),
+        ("starcoder2", {"use_bias": False}, "bias"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
+        ("stablelm", {"use_parallel_residual": True}, "post_attention_layernorm"),
+        ("phi2", {"qk_layernorm": True}, "qk_layernorm"),
+        ("gptneox", {"num_attention_heads": 3}, "5 of a head's 21 elements"),
+        ("gptneox", {"hidden_size": 32}, "embed_in"),
+        ("command-r", {"use_qk_norm": True}, "use_qk_norm"),
+        ("cohere2", {"logit_scale": -1}, "logit_scale"),
+        ("mistral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1, "rope_theta": 1e6}}, "original_max_position"),
+        ("gemma3-vision", {"text_config": "plain"}, "text_config"),
+    ],
+    ids=str,
+)
+def test_a_config_that_contradicts_its_tensors_is_told_in_one_sentence(
+    name: str, config: dict[str, Any], said: str, tmp_path: Path, tiny_files: Path
+) -> None:
+    message = refusal(spoiled_folder(tmp_path, tiny_files, name=name, config=lambda c: c.update(config)))
+    assert said in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "said"),
+    [
+        ("olmo2", "olmo2.attention.head_count", 2, "attn_k"),
+        ("olmo3", "olmo2.attention.sliding_window_pattern", [True, True], "shorter than the 4 layers"),
+        ("granite", "granite.logit_scale", 0.0, "logit_scale"),
+        ("cohere2", "cohere2.attention.sliding_window", None, "sliding_window"),
+        ("mistral3", "mistral3.rope.scaling.original_context_length", None, "original_context_length"),
+        ("gptneox", "gptneox.attention.head_count", 3, "3 heads cannot share 4"),
+        ("glm4", "glm4.rope.dimension_count", 33, "33 of a head's 32"),
+    ],
+    ids=str,
+)
+def test_metadata_that_contradict_their_tensors_are_told_in_one_sentence(
+    name: str, key: str, value: Any, said: str, tmp_path: Path, tiny_files: Path
+) -> None:
+    message = refusal(spoiled_gguf(tmp_path, tiny_files, name=name, metadata=setting(key, value)))
+    assert said in message
+
+
+@pytest.mark.parametrize(
     ("key", "value"),
     [("num_local_experts", 7), ("num_experts_per_tok", 7), ("mlp_only_layers", "none"), ("decoder_sparse_step", 0)],
 )
