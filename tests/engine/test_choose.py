@@ -53,8 +53,12 @@ def test_every_mode_has_a_backend_that_answers_for_it_on_either_device() -> None
 
 
 @pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
-def test_recurrent_families_run_eagerly_and_as_graphs_on_a_gpu(kind: MemoryKind) -> None:
+def test_recurrent_blocks_without_kernels_run_eagerly_and_as_graphs_on_a_gpu(
+    kind: MemoryKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = random_model(kind)
+    assert why_not_model(model, machine=CARD)["loop"] is None
+    monkeypatch.setattr("ostinato.backends.cuda.backend.MIXERS", ())
     reasons = why_not_model(model, machine=CARD)
     assert [reasons[mode] for mode in MODES[:3]] == [None, None, WHY_NO_LOOP]
     settled = decided(model)

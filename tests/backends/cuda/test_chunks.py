@@ -29,7 +29,7 @@ from ostinato.models.qwen3 import QWEN3_MOE
 from ostinato.models.shape import ExpertShape
 from tests.backends.cuda.packing import pack
 from tests.backends.cuda.test_plan import PROMPTS, fused_driver, logits_of
-from tests.backends.families import FAMILIES, family_model
+from tests.backends.families import FAMILIES, RECURRENT, family_model
 from tests.engine.rig import Driver, open_loop
 from tests.named_model import named_model, random_model_of
 
@@ -73,7 +73,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 PACKED = (("tiny", "q4_k_m"), ("tiny-mixtral", "q4_k_m"), ("tiny-qwen3moe", "q6_k"))
 
 
-@pytest.mark.parametrize(("name", "mix"), [*((family, None) for family in FAMILIES), *PACKED])
+@pytest.mark.parametrize(("name", "mix"), [*((family, None) for family in FAMILIES + RECURRENT), *PACKED])
 def test_no_launch_of_a_chunk_allocates(name: str, mix: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a captured chunk allocates would stay with its graph, once for every bucket."""
     model = family_model(name) if mix is None else named_model(name, torch.bfloat16, mix=mix)

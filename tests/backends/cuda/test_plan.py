@@ -1,4 +1,4 @@
-"""The fused step against the model's own blocks, for every family with attention: with the twins, and interpreted."""
+"""The fused step against the model's own blocks, for every family: with the twins, and interpreted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ostinato.backends.cuda.plan import ALL_FUSIONS, FusedPlan, Fusions
 from ostinato.backends.machine import TUNED
 from ostinato.backends.torch.kernels import Kernels, twin_kernels
 from ostinato.backends.torch.model import Model
-from ostinato.backends.torch.plan import tensors_of
+from ostinato.backends.torch.plan import memory_tensors, tensors_of
 from ostinato.backends.torch.start import CpuLoop
 from ostinato.loop.mode import DecodeMode
 from ostinato.loop.plan import Plan
-from tests.backends.families import FAMILIES, family_model
+from tests.backends.families import FAMILIES, RECURRENT, family_model
 from tests.engine.rig import Driver, open_loop
 
 PROMPTS = ([5, 9, 2, 77, 31], list(range(1, 40)))
@@ -46,7 +46,7 @@ def logits_of(driver: Driver, most: int) -> tuple[list[list[int]], torch.Tensor]
     return [driver.tokens(g) for g in generations], driver.runner.plan.buffer("logits").tensor[: len(PROMPTS)].clone()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + RECURRENT)
 def test_a_fused_step_of_twins_gives_the_logits_of_the_models_own_blocks(family: str) -> None:
     model = family_model(family)
     tokens, logits = logits_of(open_loop(model=model, mode="twin", n_slots=3), 6)
@@ -56,7 +56,7 @@ def test_a_fused_step_of_twins_gives_the_logits_of_the_models_own_blocks(family:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + RECURRENT)
 def test_a_fused_step_of_triton_kernels_gives_the_logits_of_the_models_own_blocks(family: str) -> None:
     model = family_model(family)
     tokens, logits = logits_of(open_loop(model=model, mode="twin", n_slots=3), 2)
@@ -73,7 +73,7 @@ def first_tokens(driver: Driver) -> list[int]:
     return [entry.token for entry in driver.entries if entry.token is not None]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + RECURRENT)
 def test_a_fused_prompt_of_twins_fills_memory_as_the_models_own_blocks_do(family: str) -> None:
     model = family_model(family)
     plain, fused = open_loop(model=model, mode="twin", n_slots=3), open_loop(model=model, mode="twin", n_slots=3)
@@ -82,17 +82,20 @@ def test_a_fused_prompt_of_twins_fills_memory_as_the_models_own_blocks_do(family
         model, runner.memory, runner.tables, model.shape.vocab, twin_kernels(), buckets=(16, 32)
     )
     assert first_tokens(fused) == first_tokens(plain)
-    assert plain.runner.memory.kv is not None
-    assert runner.memory.kv is not None
-    for half, twin in zip(runner.memory.kv.halves, plain.runner.memory.kv.halves, strict=True):
-        torch.testing.assert_close(half.values, twin.values, rtol=1e-4, atol=1e-4)
+    kept, expected = (dict(memory_tensors(each.memory)) for each in (runner, plain.runner))
+    assert kept
+    for name, tensor in kept.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-4)
 
 
 def nodes_a_layer(plan: Plan) -> int:
     return sum(node.name.startswith("layer.0.") for node in plan.nodes)
 
 
-@pytest.mark.parametrize(("family", "most"), [("llama", 5), ("qwen2", 5), ("qwen3", 5), ("phi3", 5), ("gemma2", 7)])
+@pytest.mark.parametrize(
+    ("family", "most"),
+    [("llama", 5), ("qwen2", 5), ("qwen3", 5), ("phi3", 5), ("gemma2", 7), ("mamba2", 5), ("mamba", 7)],
+)
 def test_a_layer_has_few_nodes(family: str, most: int) -> None:
     driver = fused_driver(family_model(family), twin_kernels())
     assert nodes_a_layer(driver.runner.plan) == most
@@ -112,7 +115,7 @@ def test_rows_beyond_the_living_are_not_touched() -> None:
     driver.runner.close()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "mixtral", "falcon-h1"])
 def test_a_plan_lists_everything_that_its_launches_use(family: str) -> None:
     """So that whatever is moved is found (I-6, E-31)."""
     driver = fused_driver(family_model(family), twin_kernels())

@@ -395,7 +395,7 @@ def test_it_counts_its_steps_and_ends_by_itself() -> None:
 
 def test_states_without_spare_rows_are_refused() -> None:
     model = random_model("recurrent")
-    driver = open_loop(model=model)
+    driver = open_loop(model=model, mode="twin")
     with pytest.raises(InternalError, match="a static step of 4 slots needs 2 more"):
         StaticStep(model, driver.runner.memory, driver.runner.tables, 128, twin_kernels())
     driver.runner.close()

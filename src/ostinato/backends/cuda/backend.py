@@ -1,7 +1,7 @@
 """The GPU's general backend: Triton kernels over packed or dense weights, in `loop`, `graph` and `eager`.
 
-Attention models run as fused kernels, recurrent ones as torch's own step over all rows at once, which only `graph` and
-`eager` can run.
+Attention and the recurrent blocks of `mixers.py` run as fused kernels. Models with other recurrent blocks run as
+torch's own step over all rows at once, which only `graph` and `eager` can do.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ostinato.backends.torch.backend import TensorRunner, loaded_with, model_of,
 from ostinato.errors import Unsupported
 from ostinato.extras import install_command
 from ostinato.models.header import HeaderTensors
+from ostinato.models.shape import Mamba2Shape, MambaShape, Shape
 from ostinato.options import Activations, KVType, LoadOptions
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
     from ostinato.loop.plan import Plan
     from ostinato.loop.start import Start
     from ostinato.models.blocks import ModelBlocks
-    from ostinato.models.shape import Shape
     from ostinato.models.tensors import TensorTable
 
+MIXERS: Final = (MambaShape, Mamba2Shape)  # recurrent blocks that have kernels (`mixers.py`)
 WHILE_NODES_SINCE: Final = 12_040  # the driver's number for CUDA 12.4
 WHY_NO_LOOP: Final = "its torch ops allocate inside the step, which only a graph that torch captures itself can own"
 # Rows of every state beyond the slots', for rows without a live slot: one of zeros, which they read and no row writes,
@@ -82,7 +83,7 @@ class CudaBackend:
             return None  # torch's own blocks encode, and no kernel of ours
         kv_type = kv_type_of(options, dtype_of(options, machine.kind))
         reason = why_not_blocks(shape) or why_not_kept("the GPU", self.kv_types, kv_type)
-        if reason is None and mode == "loop" and shape.recurrent:
+        if reason is None and mode == "loop" and not is_fused(shape):
             reason = WHY_NO_LOOP
         reason = reason or self.why_not_here(mode, machine)
         if reason is None and machine.chip is not None:
@@ -112,15 +113,12 @@ class CudaBackend:
     def open(self, model: ModelBlocks, settled: Settled, *, outbox_entries: int | None = None) -> Runner:
         if not model.shape.causal:
             raise Unsupported(f"{model.shape.family} is an encoder: it embeds text and generates none")
-        kind = StaticRunner if model.shape.recurrent else FusedRunner
+        kind = FusedRunner if is_fused(model.shape) else StaticRunner
         return kind(model_of(model, settled), settled, outbox_entries=outbox_entries)
 
 
 class CudaRunner(TensorRunner):
     """What both kinds of step share on a GPU."""
-
-    # A step computes all rows at once; rows without a live slot need a place to write their states.
-    spare_states = SPARE_STATES
 
     def _kernels(self) -> Kernels:
         from ostinato.backends.cuda import gpu
@@ -138,7 +136,7 @@ class CudaRunner(TensorRunner):
 
 
 class FusedRunner(CudaRunner):
-    """Attention models: fused kernels, and prompts in chunks of them."""
+    """Models whose blocks have kernels: fused, and prompts in chunks of them."""
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
         from ostinato.backends.cuda.chunks import FusedChunks
@@ -160,7 +158,10 @@ class FusedRunner(CudaRunner):
 
 
 class StaticRunner(CudaRunner):
-    """Recurrent models: torch's step over all rows, and prompts in torch."""
+    """Other recurrent models: torch's step over all rows, and prompts in torch."""
+
+    # A step computes all rows at once; rows without a live slot need a place to write their states.
+    spare_states = SPARE_STATES
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
         from ostinato.backends.cuda.static_plan import StaticStep
@@ -177,8 +178,8 @@ class StaticRunner(CudaRunner):
 
 
 def plain_layout(shape: Shape, options: LoadOptions) -> WeightLayout:
-    """As the file has them, unless a dtype was asked for or the layers recur."""
-    return "packed" if options.dtype == "auto" and not shape.recurrent else "dense"
+    """As the file has them, unless a dtype was asked for or torch's own step runs them."""
+    return "packed" if options.dtype == "auto" and is_fused(shape) else "dense"
 
 
 def loader_of(settled: Settled) -> type[DenseLoader]:
@@ -202,16 +203,22 @@ def weight_bytes(tensors: HeaderTensors, settled: Settled) -> int:
 # What it can run
 
 
+def is_fused(shape: Shape) -> bool:
+    """Whether a step of a model is made of kernels alone; else it is torch's."""
+    return all(isinstance(one, MIXERS) for one in shape.recurrent.values())
+
+
 def why_not_blocks(shape: Shape) -> str | None:
     """Why there are no kernels for a model's blocks; None where there are."""
     if not shape.causal:
         return f"{shape.family} is an encoder"
-    if shape.recurrent and shape.experts is not None:
+    fused = is_fused(shape)
+    if not fused and shape.experts is not None:
         return f"{shape.family} has routed experts, and torch must ask the device which of them are chosen"
     for one in shape.attention.values():
-        if one.sinks and shape.recurrent:
-            return "attention sinks beside recurrent layers"
-        if one.gated and not shape.recurrent:
+        if one.sinks and not fused:
+            return "attention sinks beside recurrent layers that have no kernels"
+        if one.gated and fused:
             return "gates on the output of attention"
         if one.head_width % 16:
             return f"heads of width {one.head_width}; the kernels need a multiple of 16"
@@ -257,11 +264,11 @@ def why_driver_has_no_while(version: int | None) -> str | None:
 def rows_beside_weights(shape: Shape, settled: Settled) -> tuple[MemoryRow, ...]:
     # Rows are normed in float32 and multiplied in the model's type (outputs.py); recurrent models take torch's way.
     beside_logits = shape.hidden * (FLOAT_BYTES + ITEM_BYTES[settled.dtype])
-    fused = not shape.recurrent
+    fused, mixing = is_fused(shape), _mixer_bytes(shape, CHUNK_ROWS["cuda"])
     return (
-        *shared_rows(shape, settled, spare_states=SPARE_STATES),
+        *shared_rows(shape, settled, spare_states=0 if fused else SPARE_STATES),
         MemoryRow("step buffers", _step_bytes(shape, settled)),
-        MemoryRow("prefill buffers (about)", prefill_bytes(shape, settled, CHUNK_ROWS["cuda"])),
+        MemoryRow("prefill buffers (about)", prefill_bytes(shape, settled, CHUNK_ROWS["cuda"]) + mixing),
         MemoryRow("workspace (about)", _workspace_bytes(shape, settled)),
         output_row(shape, CHUNK_ROWS["cuda"], beside_logits) if fused else output_row(shape, CHUNK_ROWS["cpu"]),
     )
@@ -274,7 +281,19 @@ def _step_bytes(shape: Shape, settled: Settled) -> int:
     from ostinato.backends.cuda.plan import StepBuffers
 
     step = StepBuffers.of(shape, settled.n_slots, torch.device("meta"))
-    return sum(buffer.nbytes for buffer in step.named.values())
+    return sum(buffer.nbytes for buffer in step.named.values()) + _mixer_bytes(shape, settled.n_slots)
+
+
+def _mixer_bytes(shape: Shape, rows: int) -> int:
+    """Between the stages of recurrent blocks, likewise."""
+    import torch
+
+    from ostinato.backends.cuda.mixers import MixerBuffers
+
+    if not shape.recurrent or not is_fused(shape):
+        return 0
+    made = MixerBuffers.of(shape.recurrent.values(), rows, torch.float32, torch.device("meta"))
+    return sum(buffer.nbytes for buffer in made.named.values())
 
 
 def _workspace_bytes(shape: Shape, settled: Settled) -> int:

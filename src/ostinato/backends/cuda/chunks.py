@@ -20,8 +20,17 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.base import CHUNK_ROWS, ChunkOutput, ChunkPart, ChunkWant, output_rows
+from ostinato.backends.cuda.mixers import (
+    MixerBuffers,
+    MixerStages,
+    ProductStage,
+    columns,
+    stages_of,
+    states_of,
+    with_factor,
+)
 from ostinato.backends.cuda.outputs import ChunkOutputs
-from ostinato.backends.cuda.plan import columns, flat, heads_of, paged_kv_of, plain_layer, rows_normed
+from ostinato.backends.cuda.plan import flat, heads_of, paged_kv_of, plain_layer, rows_normed
 from ostinato.backends.cuda.scratch import Scratch
 from ostinato.backends.torch.allocate import pinned_zeros, zeros
 from ostinato.backends.torch.first_token import FirstToken
@@ -30,12 +39,13 @@ from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import StepRows
 from ostinato.backends.torch.ops.chunk_attention import Chunk, chunk_tables
 from ostinato.backends.torch.ops.matmul import n_stats
+from ostinato.backends.torch.ops.runs import ChunkRuns
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import shape_of
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables
-from ostinato.models.blocks import MLP, Attention, Experts, GatedMLP, Layer, Linear, Norm, PlainMLP
+from ostinato.models.blocks import MLP, Attention, Experts, GatedMLP, Layer, Linear, Mixer, Norm, PlainMLP
 from ostinato.models.shape import Shape
 
 BUCKETS: Final = (64, 128, 256, CHUNK_ROWS["cuda"])
@@ -62,17 +72,18 @@ class FusedChunks:
         def made(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return zeros(size, dtype, device)
 
-        # What a chunk brings, in one copy: how many rows and tiles, the tiles, ids, positions, parts and rope sets of
-        # the rows, and the parts' page tables, as many as there are. The staged side is ours and stays, because the
-        # copy runs on when the caller has gone (E-34).
-        size = 4 + 8 * most + most * n_groups * max_pages
+        # What a chunk brings, in one copy: how many rows, tiles and runs, the runs of recurrent layers, the tiles, ids,
+        # positions, parts and rope sets of the rows, and the parts' page tables, as many as there are. The staged side
+        # is ours and stays, because the copy runs on when the caller has gone (E-34).
+        n_slots = tables.layout.n_slots
+        size = 4 + 4 * n_slots + 8 * most + most * n_groups * max_pages
         on_gpu = device.type == "cuda"
         self._staged = (
             pinned_zeros((size,), torch.int32, "chunks of prompts") if on_gpu else made(size, dtype=torch.int32)
         )
         self._brought = made(size, dtype=torch.int32)
         self._to_stage, brought = (
-            _Brought.over(memory, most, n_groups, max_pages) for memory in (self._staged, self._brought)
+            _Brought.over(memory, most, n_slots, n_groups, max_pages) for memory in (self._staged, self._brought)
         )
         self._n, self._tokens, self._positions = brought.n, brought.tokens, brought.positions
         of_rows = brought.n, brought.n_tiles, brought.tiles, brought.positions, brought.parts
@@ -87,6 +98,8 @@ class FusedChunks:
         inner = 1 if shape.experts is not None and not shape.experts.dense_layers else max(1, shape.widest_ff)
         self._inner = made(most, 2 * inner, dtype=wide)
         self._act = made(most, inner, dtype=wide)
+        self._runs = ChunkRuns(brought.n, brought.n_runs, brought.runs, brought.parts)
+        self._mixing = MixerBuffers.of(shape.recurrent.values(), most, wide, device) if shape.recurrent else None
         self._stats = made(most, n_stats(shape.hidden), 2)  # which the embedding leaves, and prompts need not
         self._row_slot = torch.arange(most, dtype=torch.int32, device=device)  # a row of a prompt is its own slot
         self._routed = _Routed.of(shape, most, device, wide)
@@ -138,7 +151,7 @@ class FusedChunks:
         bucket = next((size for size in self._buckets if size >= sum(counts) > 0), None)
         if bucket is None:
             raise InternalError(f"a chunk of {sum(counts)} tokens; 1 to {self.rows} go at once")
-        n_brought = self._to_stage.fill(parts, counts)
+        n_brought = self._to_stage.fill(parts, counts, recurs=self._mixing is not None)
         self._brought[:n_brought].copy_(self._staged[:n_brought], non_blocking=True)
         self._n_copies += 1
         graph = self._graphs.get(bucket)
@@ -195,12 +208,20 @@ class FusedChunks:
         return torch.full((1,), rows, dtype=torch.int32, device=self._model.device)
 
     def _layer(self, number: int, layer: Layer, rows: int) -> list[Launch]:
-        attention, mlp = layer.attention, layer.mlp
-        if attention is None:
+        attention, mixer, mlp = layer.attention, layer.mixer, layer.mlp
+        if attention is None and mixer is None:
             return [] if mlp is None else self._mlp(number, mlp, layer.mlp_norm, layer.after_mlp, rows)
         norm, given = self._normed(layer.attention_norm, rows)
-        into = [*norm, self._product(given, attention.qkv, self._qkv_of(attention, rows))]
-        attend = self._attention(attention, layer.after_attention, rows)
+        # Attention and a mixer take in the same rows: neither adds to them before both have.
+        into, attend = list[Launch](norm), list[Launch]()
+        if mixer is not None:
+            stages = self._stages(mixer, rows)
+            into.append(self._product(given, with_factor(mixer.into, layer.mixer_in), stages.into))
+            attend += self._mixer(mixer, stages, layer.after_attention, rows)
+        if attention is not None:
+            qkv = with_factor(attention.qkv, layer.attention_in)
+            into.append(self._product(given, qkv, self._qkv_of(attention, rows)))
+            attend += self._attention(attention, layer.after_attention, rows)
         if mlp is None:
             return [*into, *attend]
         if not layer.parallel:
@@ -210,6 +231,18 @@ class FusedChunks:
         own_norm, given = ([], given) if layer.mlp_norm is None else self._normed(layer.mlp_norm, rows)
         first, last = self._into(mlp, given, *self._between(mlp, rows)), self._out_of(mlp, None, rows)
         return [*into, *own_norm, *first, *attend, *last]
+
+    def _stages(self, mixer: Mixer, rows: int) -> MixerStages:
+        assert self._mixing is not None
+        states = states_of(self._memory, mixer.layer)
+        return stages_of(mixer, self._mixing.first(rows), states, self._runs, self._kernels)
+
+    def _mixer(self, mixer: Mixer, stages: MixerStages, after: Norm | None, rows: int) -> list[Launch]:
+        between = [
+            self._product(stage.given, stage.linear, stage.out) if isinstance(stage, ProductStage) else stage.launch
+            for stage in stages.stages
+        ]
+        return [*between, *self._into_residual(stages.gated, mixer.out, after, rows)]
 
     def _qkv_of(self, attention: Attention, rows: int) -> Tensor:
         return columns(self._qkv[:rows], attention.shape.qkv_width)
@@ -322,6 +355,8 @@ class _Brought:
 
     n: Tensor
     n_tiles: Tensor
+    n_runs: Tensor
+    runs: Tensor  # [slots, 4]: of recurrent layers, as `ChunkRuns` has them
     tiles: Tensor  # [rows, 4]
     tokens: Tensor  # [rows], as the next three
     positions: Tensor
@@ -330,20 +365,30 @@ class _Brought:
     pages: Tensor  # [parts, groups, max_pages], at most as many parts as rows
 
     @staticmethod
-    def over(memory: Tensor, rows: int, n_groups: int, max_pages: int) -> _Brought:
-        n, n_tiles, _, tiles, tokens, positions, parts, rope_set, pages = memory.split(
-            [1, 1, 2, 4 * rows, rows, rows, rows, rows, rows * n_groups * max_pages]
+    def over(memory: Tensor, rows: int, n_slots: int, n_groups: int, max_pages: int) -> _Brought:
+        n, n_tiles, n_runs, _, runs, tiles, tokens, positions, parts, rope_set, pages = memory.split(
+            [1, 1, 1, 1, 4 * n_slots, 4 * rows, rows, rows, rows, rows, rows * n_groups * max_pages]
         )
         tables = pages.view(rows, n_groups, max_pages)
-        return _Brought(n, n_tiles, tiles.view(rows, 4), tokens, positions, parts, rope_set, tables)
+        of_runs = n_runs, runs.view(n_slots, 4)
+        return _Brought(n, n_tiles, *of_runs, tiles.view(rows, 4), tokens, positions, parts, rope_set, tables)
 
-    def fill(self, parts: Sequence[ChunkPart], counts: Sequence[int]) -> int:
+    def fill(self, parts: Sequence[ChunkPart], counts: Sequence[int], *, recurs: bool) -> int:
         """Write a chunk's rows; returns how many numbers of the memory are to be copied."""
         placed = chunk_tables([part.start for part in parts], counts)
         n, n_tiles = sum(counts), len(placed.tiles)
         self.n.fill_(n)
         self.n_tiles.fill_(n_tiles)
         self.tiles.numpy()[:n_tiles] = placed.tiles
+        if recurs:
+            firsts = accumulate(counts[:-1], initial=0)
+            runs = [
+                (first, n, part.slot, part.start == 0) for first, n, part in zip(firsts, counts, parts, strict=True)
+            ]
+            if any(part.slot is None for part in parts):
+                raise InternalError("a model that recurs has no state for a sequence without a slot")
+            self.runs.numpy()[: len(runs)] = runs
+            self.n_runs.fill_(len(runs))
         self.tokens.numpy()[:n] = [token for part in parts for token in part.tokens]
         self.positions.numpy()[:n] = placed.positions
         # Padding rows have the last position: any valid one will do, since their results are not read.

@@ -21,7 +21,9 @@ def triton_kernels(chip: Chip) -> Kernels:
     from ostinato.backends.cuda.triton.logprobs import bind_logprobs
     from ostinato.backends.cuda.triton.matmul import bind_matmul
     from ostinato.backends.cuda.triton.norm import bind_norm
+    from ostinato.backends.cuda.triton.runs import bind_conv_runs, bind_gate_runs, bind_selected_runs
     from ostinato.backends.cuda.triton.sample import bind_sample, sample_workspace
+    from ostinato.backends.cuda.triton.scans import bind_selective_runs, bind_ssd_runs
 
     compile_as(chip)
     return Kernels(
@@ -42,4 +44,9 @@ def triton_kernels(chip: Chip) -> Kernels:
         activate=bind_activate,
         gated=bind_gated,
         logprobs=bind_logprobs,
+        conv_runs=bind_conv_runs,
+        ssd_runs=bind_ssd_runs,
+        selected_runs=bind_selected_runs,
+        selective_runs=bind_selective_runs,
+        gate_runs=bind_gate_runs,
     )

@@ -18,11 +18,21 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.cuda.launch import Launches
+from ostinato.backends.cuda.mixers import (
+    MixerBuffers,
+    MixerStages,
+    ProductStage,
+    columns,
+    stages_of,
+    states_of,
+    with_factor,
+)
 from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.kernels import Kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows
 from ostinato.backends.torch.ops.matmul import InputNorm, PreparedInput, n_stats
+from ostinato.backends.torch.ops.runs import StepRuns
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.plan import memory_tensors, tensors_of
 from ostinato.backends.torch.weight import Weight
@@ -30,7 +40,7 @@ from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import InternalError
 from ostinato.loop.layout import SampledRows, Tables
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
-from ostinato.models.blocks import AnyLayer, Attention, Experts, GatedMLP, Layer, Linear, Norm, PlainMLP
+from ostinato.models.blocks import AnyLayer, Attention, Experts, GatedMLP, Layer, Linear, Mixer, Norm, PlainMLP
 from ostinato.models.shape import ExpertShape, Shape
 
 
@@ -130,9 +140,15 @@ class FusedPlan:
             **self.step.named,
         }
         self._nodes: list[Node] = []
+        self._mixing: MixerBuffers | None = None
+        if model.shape.recurrent:
+            shapes = model.shape.recurrent.values()
+            self._mixing = MixerBuffers.of(shapes, self._n_slots, torch.float32, model.device)
+            self._buffers |= self._mixing.named
         attending = [layer.attention for layer in map(plain_layer, model.layers) if layer.attention is not None]
         self._heads = {attention.layer: heads_of(model, attention) for attention in attending}
-        workspace = kernels.attend_workspace(self._n_slots, [*self._heads.values()], model.device)
+        heads = [*self._heads.values()]
+        workspace = kernels.attend_workspace(self._n_slots, heads, model.device) if heads else None
         self._workspace = workspace
         self._sample_workspace = kernels.sample_workspace(self._n_slots, model.shape.vocab, model.device)
         for owner, made in (("attend", workspace), ("sample", self._sample_workspace)):
@@ -194,27 +210,58 @@ class FusedPlan:
         self._add("embed", "embed", run, (), ("x", *self._beside_x))
 
     def _layer(self, number: int, layer: Layer) -> None:
-        attention, mlp, at, following = layer.attention, layer.mlp, f"layer.{number}", self._next_norm(number)
-        if attention is None:
+        attention, mixer, mlp = layer.attention, layer.mixer, layer.mlp
+        at, following = f"layer.{number}", self._next_norm(number)
+        if attention is None and mixer is None:
             self._mlp(number, layer, following)
             return
-        qkv = columns(self.step.qkv, attention.shape.qkv_width)
-        attended = columns(self.step.attended, attention.shape.out_width)
         given, norm = self._normed(layer.attention_norm)
-        self._product(f"{at}.qkv", "qkv", given, attention.qkv, qkv, norm=norm)
-        if layer.parallel:
-            # Before attention adds to the row that both take in. A norm of its own finds no row weighted ahead for it.
-            assert isinstance(mlp, GatedMLP | PlainMLP)
-            own, act = layer.mlp_norm, self._act_of(mlp)
-            self._inner(at, mlp, *((given, norm) if own is None else (self.step.x, self._whole_norm(own))), act)
-            self._attend(f"{at}.attend", attention, qkv, attended)
-            self._into_residual(f"{at}.out", "out", attended, attention.out, None, None)
-            self._into_residual(f"{at}.down", "down", act, mlp.down, None, following)
-            return
-        self._attend(f"{at}.attend", attention, qkv, attended)
         then = following if mlp is None else layer.mlp_norm
-        self._into_residual(f"{at}.out", "out", attended, attention.out, layer.after_attention, then)
+        # Attention and a mixer take in the same rows: neither adds to them before both have.
+        stages = None if mixer is None else self._stages(mixer)
+        if mixer is not None and stages is not None:
+            into = with_factor(mixer.into, layer.mixer_in)
+            self._product(f"{at}.mixer.in", "mixer", given, into, stages.into, norm=norm)
+        if attention is not None:
+            qkv = columns(self.step.qkv, attention.shape.qkv_width)
+            attended = columns(self.step.attended, attention.shape.out_width)
+            into_qkv = with_factor(attention.qkv, layer.attention_in)
+            self._product(f"{at}.qkv", "qkv", given, into_qkv, qkv, norm=norm)
+            if layer.parallel:
+                # Before attention adds to the row that both take in. A norm of its own finds no row weighted ahead for
+                # it.
+                assert isinstance(mlp, GatedMLP | PlainMLP)
+                own, act = layer.mlp_norm, self._act_of(mlp)
+                self._inner(at, mlp, *((given, norm) if own is None else (self.step.x, self._whole_norm(own))), act)
+                self._attend(f"{at}.attend", attention, qkv, attended)
+                self._into_residual(f"{at}.out", "out", attended, attention.out, None, None)
+                self._into_residual(f"{at}.down", "down", act, mlp.down, None, following)
+                return
+            self._attend(f"{at}.attend", attention, qkv, attended)
+            self._into_residual(f"{at}.out", "out", attended, attention.out, layer.after_attention, then)
+        if mixer is not None and stages is not None:
+            self._mix(f"{at}.mixer", mixer, stages, layer.after_attention, then)
         self._mlp(number, layer, following)
+
+    def _stages(self, mixer: Mixer) -> MixerStages:
+        assert self._mixing is not None
+        table, states = self._table, states_of(self._memory, mixer.layer)
+        runs = StepRuns(self._n_rows, table["row_slot"], table["position"])
+        return stages_of(mixer, self._mixing, states, runs, self._kernels)
+
+    def _mix(self, at: str, mixer: Mixer, stages: MixerStages, after: Norm | None, following: Norm | None) -> None:
+        names = {name: kept for name, kept in self._kept.items() if name.startswith(f"memory.{mixer.layer}.state")}
+        self._buffers |= names
+        for stage in stages.stages:
+            name = f"{at}.{stage.name}"
+            if isinstance(stage, ProductStage):
+                self._product(name, "mixer", stage.given, stage.linear, stage.out)
+                continue
+            reads, writes = (tuple(map(self._name_of, tensors)) for tensors in (stage.reads, stage.writes))
+            if stage.states:
+                reads, writes = (*reads, *names), (*writes, *names)
+            self._add(name, "mixer", stage.launch, reads, writes, {name: stage.weights})
+        self._into_residual(f"{at}.out", "mixer", stages.gated, mixer.out, after, following)
 
     def _attend(self, name: str, attention: Attention, qkv: Tensor, attended: Tensor) -> None:
         number = attention.layer
@@ -419,15 +466,10 @@ class FusedPlan:
 
 
 def plain_layer(layer: AnyLayer) -> Layer:
-    """A layer as the fused kernels take it: norms before its halves, and no mixer."""
-    if not isinstance(layer, Layer) or layer.mixer is not None:
+    """A layer as the fused kernels take it: norms before its halves."""
+    if not isinstance(layer, Layer):
         raise InternalError(f"a GPU's kernels were given a layer of kind {type(layer).__name__} that they do not know")
     return layer
-
-
-def columns(buffer: Tensor, width: int) -> Tensor:
-    """Rows of this width, one after the other, in the memory of a buffer whose rows are as wide or wider."""
-    return buffer if width == buffer.shape[1] else buffer.view(-1)[: len(buffer) * width].view(len(buffer), width)
 
 
 def heads_of(model: Model, attention: Attention) -> Heads:

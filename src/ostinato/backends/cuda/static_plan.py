@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.cuda.backend import SPARE_STATES
-from ostinato.backends.cuda.plan import columns, paged_kv_of
+from ostinato.backends.cuda.mixers import columns
+from ostinato.backends.cuda.plan import paged_kv_of
 from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.kernels import Kernels, Launch
 from ostinato.backends.torch.model import Model

@@ -20,6 +20,13 @@ from ostinato.backends.torch.ops.gemm import gemm_torch
 from ostinato.backends.torch.ops.logprobs import logprobs_torch
 from ostinato.backends.torch.ops.matmul import experts_down_torch, experts_gate_up_torch, matmul_torch, route_rows_torch
 from ostinato.backends.torch.ops.norm import norm_rows_torch
+from ostinato.backends.torch.ops.runs import (
+    conv_runs_torch,
+    gate_runs_torch,
+    selected_runs_torch,
+    selective_runs_torch,
+    ssd_runs_torch,
+)
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
 
 Launch = Callable[[], object]  # its result is ignored
@@ -54,6 +61,12 @@ class Kernels:
     activate: Bind
     gated: Bind
     logprobs: Bind
+    # Of recurrent blocks, in steps and chunks
+    conv_runs: Bind
+    ssd_runs: Bind
+    selected_runs: Bind
+    selective_runs: Bind
+    gate_runs: Bind
 
 
 def twin_kernels() -> Kernels:
@@ -83,4 +96,9 @@ def twin_kernels() -> Kernels:
         activate=partial(partial, activate_rows_torch),
         gated=partial(partial, gated_rows_torch),
         logprobs=partial(partial, logprobs_torch),
+        conv_runs=partial(partial, conv_runs_torch),
+        ssd_runs=partial(partial, ssd_runs_torch),
+        selected_runs=partial(partial, selected_runs_torch),
+        selective_runs=partial(partial, selective_runs_torch),
+        gate_runs=partial(partial, gate_runs_torch),
     )

@@ -1,4 +1,4 @@
-"""Recurrent blocks over runs of rows, interpreted, against their twins; bits do not depend on cuts, slots or company."""
+"""Recurrent blocks over runs of rows, interpreted, against their twins; their bits depend on the sequence alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.compiling import compiled, told_of
+from ostinato.backends.cuda.launch import Launches
 from ostinato.backends.cuda.triton import runs as kernels
 from ostinato.backends.cuda.triton import scans
 from ostinato.backends.torch.ops import runs as twins
@@ -30,7 +31,8 @@ def chunk_of(found: Sequence[Run], most: int = 8) -> ChunkRuns:
     table = torch.zeros(most, 4, dtype=torch.int32)
     table[: len(found)] = torch.tensor(found, dtype=torch.int32)
     run_of = torch.tensor([number for number, run in enumerate(found) for _ in range(run.n)], dtype=torch.int32)
-    return ChunkRuns(*(torch.tensor([count], dtype=torch.int32) for count in (n, len(found))), table, run_of)
+    n_rows, n_runs = (torch.tensor([count], dtype=torch.int32) for count in (n, len(found)))
+    return ChunkRuns(n_rows, n_runs, table, run_of)
 
 
 def step_of(slots: Sequence[int]) -> StepRuns:
@@ -136,8 +138,7 @@ def selected_case(runs: Runs, *, normed: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("runs", RUNS, ids=["chunk", "step"])
 def test_a_convolution_carries_on_from_each_slots_inputs(runs: Runs) -> None:
-    for words in ({}, {"bias": False, "kernel": 3}, {"kernel": 2, "channels": 64}):
-        case = conv_case(runs, **words)
+    for case in (conv_case(runs), conv_case(runs, bias=False, kernel=3), conv_case(runs, kernel=2, channels=64)):
         both(kernels.bind_conv_runs, twins.conv_runs_torch, case, ["out", "state"])
 
 
@@ -192,5 +193,5 @@ def compile_all() -> None:
             scans.bind_ssd_runs(**ssd_case(found, shape)),
             scans.bind_selective_runs(**selective_case(found, MambaShape(inner=512, state=16, kernel=4, dt_rank=32))),
         ):
-            for part in getattr(launch, "parts", (launch,)):
+            for part in launch.parts if isinstance(launch, Launches) else (launch,):
                 compiled(part.kernel, told_of(part), "sm_90")

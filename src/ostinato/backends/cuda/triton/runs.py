@@ -1,8 +1,8 @@
-"""What recurrent blocks do to rows before and after their scan: convolution, gate and norm; twins in `torch/ops/runs.py`.
+"""What recurrent blocks do to rows before and after their scan: convolution, gate, norm; twins in `torch/ops/runs.py`.
 
-A row of a step is a run of its own, and a part of a chunk is one; both go through the same code. Inputs that are columns
-of a wider buffer come with its stride. Sums are float32, taps are added in order, and a row's bits depend on its own
-sequence alone. A few kilobytes a row: bound by latency in a step, by reading its input in a chunk.
+A row of a step is a run of its own, and a part of a chunk is one; both go through the same code. Inputs that are
+columns of a wider buffer come with its stride. Sums are float32, taps are added in order, and a row's bits depend on
+its own sequence alone. A few kilobytes a row: bound by latency in a step, by reading its input in a chunk.
 """
 
 from __future__ import annotations
@@ -108,9 +108,8 @@ def conv_kernel(
             new = tl.load(x + at.to(tl.int64) * X_STRIDE + channel, mask=there & (at >= first), other=0.0)
             value = tl.where(at < first, old, new)
             sums += value * tl.load(weight + channel * KERNEL + tap, mask=there, other=0.0)
-            if STEP:
-                if tap > 0:  # read before it is overwritten: each thread has its own channels
-                    tl.store(kept + (tap - 1), value, mask=there)
+            if STEP and tap > 0:  # read before it is overwritten: each thread has its own channels
+                tl.store(kept + (tap - 1), value, mask=there)
         sums += newest * tl.load(weight + channel * KERNEL + (KERNEL - 1), mask=there, other=0.0)
         if STEP:
             tl.store(kept + (KERNEL - 2), newest, mask=there)

@@ -100,9 +100,9 @@ def ssd_runs_torch(
         u, b, c = torch.split(x[run.rows].float(), [shape.inner, *[shape.n_groups * shape.state] * 2], -1)
         u = u.unflatten(-1, (shape.n_heads, -1))
         b, c = (part.unflatten(-1, (shape.n_groups, -1)) for part in (b, c))
-        start = run.start(state)
-        scan = {"decay": decay, "dt_limit": shape.dt_limit, "state": start, "n_planes": 1}
-        y, planes = ssd_scan_torch(u[None], dt[run.rows][None].float(), b[None], c[None], **scan)
+        given = u[None], dt[run.rows][None].float(), b[None], c[None]
+        start, limit = run.start(state), shape.dt_limit
+        y, planes = ssd_scan_torch(*given, decay=decay, dt_limit=limit, state=start, n_planes=1)
         out[run.rows] = y[0].flatten(1).to(out.dtype)
         state[run.slot] = planes[0, 0]
 
@@ -146,7 +146,7 @@ def selective_runs_torch(
     silu of gate, columns of a wider buffer, into out [rows, inner]; state [slots, inner, state]."""
     for run in runs:
         b, c = bc[run.rows][None].float().chunk(2, -1)
-        scan = {"decay": decay, "state": run.start(state), "n_planes": 1}
-        y, planes = selective_scan_torch(x[run.rows][None].float(), dt[run.rows][None].float(), b, c, **scan)
+        given, start = (x[run.rows][None].float(), dt[run.rows][None].float(), b, c), run.start(state)
+        y, planes = selective_scan_torch(*given, decay=decay, state=start, n_planes=1)
         out[run.rows] = (y[0] * F.silu(gate[run.rows].float())).to(out.dtype)
         state[run.slot] = planes[0, 0]
