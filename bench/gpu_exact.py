@@ -32,7 +32,6 @@ from bench.gpu_models import (
     settled_for,
 )
 from ostinato.backends import base
-from ostinato.backends.cuda.backend import WHY_NO_LOOP
 from ostinato.backends.torch.model import Model
 from ostinato.cache.groups import one_group
 from ostinato.engine.choose import why_not_model
@@ -137,8 +136,6 @@ def judge_verified(
         missing = {f"{mode} / eager" for mode in modes or modes_of(setting.device)[1:]} - {
             c["name"] for c in record["checks"]
         }
-        if record["not_run"].get("loop") == WHY_NO_LOOP:
-            missing -= {"loop / eager"}  # recurrent families: the loop says why, and `graph` is compared
         wrong += [f"{record['model']}: not compared: {one} ({record['not_run']})" for one in sorted(missing)]
     outcomes = []
     if done or wrong:

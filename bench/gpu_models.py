@@ -24,7 +24,7 @@ from ostinato.engine.choose import choose, settle_model
 from ostinato.engine.load import load_model
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.lab.random_weights import DTYPES, random_model
-from ostinato.models.blocks import Norm
+from ostinato.models.blocks import Conv, Decay, Norm
 from ostinato.models.named_shapes import SHAPES
 from ostinato.models.registry import read_shape
 from ostinato.models.rope import Rope
@@ -32,12 +32,9 @@ from ostinato.models.shape import Shape
 from ostinato.options import Activations, KVType, LoadOptions
 from ostinato.text.of_checkpoint import tokenizer_of
 from ostinato.text.tokenizer import Tokenizer
-from tests.backends.families import FAMILIES, family_model
+from tests.backends.families import FAMILIES, RECURRENT, family_model
 from tests.backends.native.tiled import tiled
-from tests.random_model import random_model as model_of_kind
 
-# Families whose layers recur: no kernels in the step yet, and the checks say so.
-RECURRENT: Final = {"mamba2": "recurrent", "falcon-h1": "hybrid"}
 TAPE: Final = "persistent"
 ON_CPU: Final = frozenset({*FAMILIES, *RECURRENT, *(n for n in SHAPES if n.startswith("tiny"))})  # made there, moved
 
@@ -81,9 +78,7 @@ def _made(name: str, type: str, device: torch.device) -> Model:
             made = random_model(name, type, str(device))
             assert isinstance(made, Model)
             return made
-        kind: Any = RECURRENT.get(name)
-        model = family_model(name) if kind is None else model_of_kind(kind)
-        return moved(model, device, getattr(torch, DTYPES[type]))
+        return moved(family_model(name), device, getattr(torch, DTYPES[type]))
 
 
 def in_tiles(model: Model) -> Model:
@@ -106,7 +101,7 @@ def _moved(part: Any, device: torch.device, dtype: torch.dtype | None, memo: dic
             narrow = isinstance(part, Tensor) and part.is_floating_point() and dtype is not None
             memo[id(part)] = part.to(device, dtype) if narrow and isinstance(part, Tensor) else part.to(device)
         return memo[id(part)]
-    if isinstance(part, Norm):
+    if isinstance(part, Norm | Conv | Decay):
         dtype = None
     if isinstance(part, Shape | Ops | Rope):
         return part

@@ -72,7 +72,7 @@ def decode(
     *,
     model: Annotated[str | None, flags.ModelFlags()] = None,
     shape: Annotated[
-        str | None, Flag("No file, random weights: llama-1b, llama-8b, smollm2-135m, tiny.", "NAME")
+        str | None, Flag("No file, random weights: llama-1b, llama-8b, smollm2-135m, mamba2-1.3b, tiny.", "NAME")
     ] = None,
     type: Annotated[
         str | None, Flag("Random weights as this; by default what --dtype would be.", "f32|f16|bf16|q8_0|q4_k_m|...")

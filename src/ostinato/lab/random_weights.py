@@ -219,6 +219,8 @@ class RandomFile(Checkpoint):
         if info.type not in _NUMBERS:
             return random_blocks(info.type, rows, cols, random)
         middle, spread = (1.0, 0.1) if name.endswith("norm.weight") else (0.0, cols**-0.5)
+        if name.endswith("ssm_a"):  # every state fades
+            middle, spread = -1.0, 0.1
         return random_numbers(info.type, rows * cols, middle, spread, random).reshape(rows, -1)
 
     def _infos(self) -> Iterator[TensorInfo]:

@@ -8,8 +8,9 @@ from types import MappingProxyType
 from typing import Final
 
 from ostinato.errors import UnknownName, listing
+from ostinato.models.mamba import without_attention
 from ostinato.models.rope import Rope
-from ostinato.models.shape import ExpertShape, Shape, alike
+from ostinato.models.shape import ExpertShape, Mamba2Shape, MambaShape, RecurrentShape, Shape, alike
 
 _SIZES: Final = ("hidden", "n_layers", "n_heads", "n_kv_heads", "head_width", "ff_width", "vocab", "context")
 
@@ -24,10 +25,17 @@ def _routed(shape: Shape, family: str, n_experts: int, n_used: int, ff_width: in
     return replace(shape, family=family, experts=ExpertShape(n_experts, n_used, ff_width, renormalise))
 
 
+def _recurrent(family: str, recurrent: RecurrentShape, vocab: int) -> Shape:
+    return without_attention(family, recurrent, 48, hidden=2048, vocab=vocab, norm_eps=1e-5, tied_head=True)
+
+
 # Small enough to answer at once, wide enough for whole blocks of 256 weights.
 _TINY: Final = _llama(256, 2, 4, 2, 64, 512, 1024, 2048, rope_base=10_000.0, tied_head=True)
 _MIXTRAL: Final = _llama(4096, 32, 32, 8, 128, 14_336, 32_000, 32_768, rope_base=1_000_000.0)
 _QWEN3: Final = _llama(2048, 48, 32, 4, 128, 6144, 151_936, 40_960, rope_base=1_000_000.0, norm_eps=1e-6)
+_MAMBA2: Final = Mamba2Shape(inner=4096, state=128, kernel=4, n_heads=64, n_groups=1)
+_FALCON_MIXER: Final = Mamba2Shape(inner=3072, state=256, kernel=4, n_heads=48, n_groups=1, gated_norm=False)
+_FALCON_H1: Final = _llama(2048, 24, 8, 2, 128, 4096, 65_537, 131_072, rope_base=1e11)
 SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
     {
         "llama-1b": _llama(2048, 16, 32, 8, 64, 8192, 128_256, 131_072, rope_base=500_000.0, tied_head=True),
@@ -35,6 +43,13 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
         "smollm2-135m": _llama(576, 30, 9, 3, 64, 1536, 49_152, 8192, rope_base=100_000.0, tied_head=True),
         "mixtral-8x7b": _routed(_MIXTRAL, "mixtral", 8, 2, 14_336, renormalise=True),
         "qwen3-30b-a3b": _routed(_QWEN3, "qwen3moe", 128, 8, 768, renormalise=True),
+        "mamba-1.4b": _recurrent("mamba", MambaShape(inner=4096, state=16, kernel=4, dt_rank=128), 50_280),
+        "mamba2-1.3b": _recurrent("mamba2", _MAMBA2, 50_288),
+        "falcon-h1-1.5b": replace(
+            _FALCON_H1,
+            family="falcon-h1",
+            layers=tuple(replace(layer, recurrent=_FALCON_MIXER) for layer in _FALCON_H1.layers),
+        ),
         "tiny": _TINY,
         "tiny-mixtral": _routed(_TINY, "mixtral", 4, 2, 512, renormalise=True),
         "tiny-qwen3moe": _routed(_TINY, "qwen3moe", 6, 3, 256, renormalise=False),

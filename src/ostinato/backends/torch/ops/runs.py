@@ -98,8 +98,8 @@ def ssd_runs_torch(
     of a wider buffer, into out [rows, inner]; state [slots, heads, head_width, state]."""
     for run in runs:
         u, b, c = torch.split(x[run.rows].float(), [shape.inner, *[shape.n_groups * shape.state] * 2], -1)
-        u = u.unflatten(-1, (shape.n_heads, -1))
-        b, c = (part.unflatten(-1, (shape.n_groups, -1)) for part in (b, c))
+        u = u.reshape(run.n, shape.n_heads, -1)
+        b, c = (part.reshape(run.n, shape.n_groups, -1) for part in (b, c))
         given = u[None], dt[run.rows][None].float(), b[None], c[None]
         start, limit = run.start(state), shape.dt_limit
         y, planes = ssd_scan_torch(*given, decay=decay, dt_limit=limit, state=start, n_planes=1)
