@@ -32,7 +32,7 @@ def model_of(kind: MemoryKind) -> Model:
 
 
 def is_native(kind: MemoryKind) -> bool:
-    return kind in ("kv", "swa", "all swa")
+    return kind != "encoder"
 
 
 def open_engine(
@@ -44,10 +44,7 @@ def open_engine(
     n_pages: int | None = None,
     **words: Any,
 ) -> Engine:
-    """An engine of its own over a model that tests share; `n_pages` is by default enough for everybody.
-
-    `loop` of a model that recurs is the native loop's twin: nobody else plays those.
-    """
+    """An engine of its own over a model that tests share; `n_pages` is by default enough for everybody."""
     if mode == "loop" and not is_native(kind):
         mode = TWIN
     one = -(-context // PAGE)

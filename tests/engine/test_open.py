@@ -119,6 +119,7 @@ def test_a_gpu_is_given_the_static_plan_and_prompts_in_torch(kind: MemoryKind, m
     expected = tokens("eager", model)
     monkeypatch.setattr(kernels, "triton_kernels", lambda chip: twin_kernels())
     monkeypatch.setattr("ostinato.backends.cuda.gpu.chip_of", lambda gpu: TUNED)
+    monkeypatch.setattr("ostinato.backends.cuda.backend.MIXERS", ())  # as if they had no kernels
     monkeypatch.setattr(StaticRunner, "_start", lambda runner, plan: CpuEager(plan, runner.tables, runner.guard))
     settled = settle_model(model, "eager", context=128, n_pages=64, n_slots=4)
     driver = Driver(CUDA.open(model, settled))

@@ -96,6 +96,7 @@ class Chunks(Protocol):
     rows: int  # of any chunk, at most
     max_outputs: int  # rows of logits of one chunk, at most; hidden rows and log-probabilities are given of every row
     failures: Mapping[int, str]  # chunks, by their rows, that could not be captured, and why
+    any_cut: bool  # a prompt has the same bits wherever it is cut
 
     @property
     def n_copies(self) -> int:

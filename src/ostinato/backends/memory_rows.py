@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from ostinato.models.shape import Shape
 
 FLOAT_BYTES = 4
+# Of recurrent states, in the host's memory, for prompts that begin alike: of small models so many snapshots are enough.
+SNAPSHOT_BYTES = 512 << 20
+MOST_SNAPSHOTS = 64
 KV_PAGES = "KV pages"
 OUTPUT_ROWS = "rows of output (at first use)"
 # Beside the CPU's own: what is imported and built between asking for free memory and answering; measured at 70 MB, and
@@ -31,6 +34,7 @@ def shared_rows(shape: Shape, settled: Settled, *, spare_states: int = 0) -> tup
     return (
         MemoryRow(KV_PAGES, kv_bytes(shape, groups, settled.kv_type, settled.page_tokens), on_demand=on_cpu),
         MemoryRow("recurrent states", _state_bytes(shape, settled.n_slots + spare_states), on_demand=on_cpu),
+        MemoryRow("state snapshots (at most)", snapshot_bytes(shape), on_host=on_host, on_demand=True),
         MemoryRow("slot table", arena_bytes(layout.table_fields)),
         MemoryRow("admissions", arena_bytes(layout.admission_fields), on_host=on_host),
         MemoryRow("rings", arena_bytes(layout.ring_fields), on_host=on_host),
@@ -46,6 +50,11 @@ def output_row(shape: Shape, chunk_rows: int, beside_logits: int = 0) -> MemoryR
 
 def _state_bytes(shape: Shape, n_rows: int) -> int:
     return n_rows * shape.state_numbers * FLOAT_BYTES
+
+
+def snapshot_bytes(shape: Shape) -> int:
+    """Of all snapshots of a model's recurrent states together, at most."""
+    return min(SNAPSHOT_BYTES, MOST_SNAPSHOTS * _state_bytes(shape, 1))
 
 
 def without_empty(*rows: MemoryRow) -> tuple[MemoryRow, ...]:

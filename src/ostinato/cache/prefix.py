@@ -61,12 +61,13 @@ class PrefixCache:
         """The number of cached pages, of all groups."""
         return sum(map(len, self._by_use))
 
-    def find(self, prompt: Sequence[int], rope_set: int = 0, *, reuse: bool = False) -> Found:
-        """The prompt's longest cached beginning of this rope set; at least one token is left to compute. `reuse`: this
-        prompt reads it, so it stays until it is needed elsewhere."""
+    def find(self, prompt: Sequence[int], rope_set: int = 0, *, reuse: bool = False, most: int | None = None) -> Found:
+        """The prompt's longest cached beginning of this rope set, of `most` positions at most; at least one token is
+        left to compute. `reuse`: this prompt reads it, so it stays until it is needed elsewhere."""
         size, path = self._page_tokens, list[_Node]()
         node: _Node | None = self._roots[self._kind(len(prompt)), rope_set]
-        for start in range(0, (len(prompt) - 1) // size * size, size):
+        most = len(prompt) - 1 if most is None else min(most, len(prompt) - 1)
+        for start in range(0, most // size * size, size):
             assert node is not None
             node = node.children.get(tuple(prompt[start : start + size]))
             if node is None:

@@ -100,7 +100,7 @@ class Reserve:
     ) -> None:
         """`chunk_rows`: of any chunk, at most. `share_prefixes`: cache prompts' pages for later prompts of the same
         `kind`, by their length (`Chunks.rows_for`); of a prompt that no other has shared, while it is one of so many
-        `recent` ones. Not for recurrent models, whose past is not in pages alone."""
+        `recent` ones. Of a recurrent model pages alone are of no use: its states must be there too (`snapshots.py`)."""
         self.page_tokens = page_tokens
         self._groups = tuple(groups)
         whole = [group for group in groups if group.window is None]
@@ -201,9 +201,10 @@ class Reserve:
         whole = [] if self._pages is None else [list(lease.pages)]
         return whole + [windows.table(own, lease.worst) for windows, own in self._each_window(lease)]
 
-    def share(self, lease: Lease, prompt: Sequence[int]) -> int:
-        """Replace a lease's own pages by cached ones, before they are written; the number of cached positions."""
-        found = self.find(prompt, lease.rope_set, reuse=True)
+    def share(self, lease: Lease, prompt: Sequence[int], most: int | None = None) -> int:
+        """Replace a lease's own pages by cached ones, of `most` positions at most, before they are written; the number
+        of cached positions."""
+        found = self.find(prompt, lease.rope_set, reuse=True, most=most)
         self._begin_windows(lease, found.runs)
         if self._pages is not None and found.runs:
             own = [(place, page) for place, page in enumerate(found.runs[0].pages) if lease.pages[place] != page]
@@ -279,9 +280,11 @@ class Reserve:
             self._discount(lease.pages)
             self._pages.release(lease.pages)
 
-    def find(self, prompt: Sequence[int], rope_set: int = 0, *, reuse: bool = False) -> Found:
-        """The prompt's longest beginning that is cached; `reuse`: it will be read."""
-        return Found(0, ()) if self._prefixes is None else self._prefixes.find(prompt, rope_set, reuse=reuse)
+    def find(self, prompt: Sequence[int], rope_set: int = 0, *, reuse: bool = False, most: int | None = None) -> Found:
+        """The prompt's longest beginning that is cached, of `most` positions at most; `reuse`: it will be read."""
+        if self._prefixes is None:
+            return Found(0, ())
+        return self._prefixes.find(prompt, rope_set, reuse=reuse, most=most)
 
     # Groups
 

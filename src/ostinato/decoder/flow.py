@@ -8,10 +8,12 @@ no positions. Batches that need cells use `cells/decoder.py`, which has the full
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ostinato.backends.base import ChunkOutput, Chunks, ChunkWant
+from ostinato.backends.base import ChunkOutput, Chunks, ChunkWant, SequenceCopy
+from ostinato.cache.snapshots import StateSnapshot
 from ostinato.decoder.paged import PagedSequences, SequencePart
+from ostinato.files.unpack import Bytes
 from ostinato.loop.start import PendingWork
 
 
@@ -23,6 +25,10 @@ class PendingChunk:
     returned: bool = False  # the host's part is done; on a GPU the device's may not be
     output: ChunkOutput | None = None
     work: PendingWork | None = None
+    # Of recurrent models: the snapshots that its parts begin at, held until their copies are done, and what was read
+    # of the states after a part.
+    begins_at: Sequence[StateSnapshot] = ()
+    states: list[tuple[SequencePart, Sequence[Bytes]]] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
@@ -30,12 +36,17 @@ class PendingChunk:
 
 
 class PagedFlow:
-    """Chunks over pages. `beside` runs a job beside the loop and returns at once."""
+    """Chunks over pages. `beside` runs a job beside the loop and returns at once. `copy`: of a recurrent model's
+    states, where snapshots of them are kept."""
 
     def __init__(
-        self, memory: PagedSequences, chunks: Chunks, beside: Callable[[Callable[[], None]], PendingWork]
+        self,
+        memory: PagedSequences,
+        chunks: Chunks,
+        beside: Callable[[Callable[[], None]], PendingWork],
+        copy: SequenceCopy | None = None,
     ) -> None:
-        self.memory, self.chunks, self._beside = memory, chunks, beside
+        self.memory, self.chunks, self._beside, self._copy = memory, chunks, beside, copy
 
     def begin(
         self,
@@ -47,14 +58,25 @@ class PagedFlow:
     ) -> PendingChunk:
         """Start parts of sequences as a chunk of `rows` rows. `first`: the slot whose first token is then sampled."""
         chunks, planned = self.chunks, [self.memory.plan(part) for part in parts]
+        begun = [(part.sequence.slot, at) for part in parts if (at := part.sequence.begins_at) is not None]
+        kept = [part for part in parts if self._copy is not None and self.memory.takes_snapshot(part)]
+        pending = PendingChunk(parts, begins_at=[snapshot for _, snapshot in begun])
 
         def run() -> ChunkOutput:
+            for slot, snapshot in begun:
+                assert self._copy is not None
+                assert slot is not None
+                self._copy.write_states(slot, snapshot.states)
             output = chunks.run(planned, rows, want)
             if first is not None:
                 chunks.first(first)
+            for part in kept:
+                assert self._copy is not None
+                assert part.sequence.slot is not None
+                pending.states.append((part, self._copy.read_states(part.sequence.slot)))
             return output
 
-        return self._begin(parts, run)
+        return self._begin(pending, run)
 
     def begin_copy(self, copy: Callable[[], None]) -> PendingChunk:
         """Start a copy of pages, out of the backend's store or into it."""
@@ -63,11 +85,9 @@ class PagedFlow:
             copy()
             return ChunkOutput()
 
-        return self._begin((), run)
+        return self._begin(PendingChunk(()), run)
 
-    def _begin(self, parts: Sequence[SequencePart], job: Callable[[], ChunkOutput]) -> PendingChunk:
-        pending = PendingChunk(parts)
-
+    def _begin(self, pending: PendingChunk, job: Callable[[], ChunkOutput]) -> PendingChunk:
         def run() -> None:
             try:
                 pending.output = job()
@@ -83,4 +103,6 @@ class PagedFlow:
         pending.work.result(0)
         for part in pending.parts:
             self.memory.apply(part)
+        for part, states in pending.states:
+            self.memory.keep_states(part, states)
         return pending.output or ChunkOutput()

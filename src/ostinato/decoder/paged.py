@@ -4,6 +4,10 @@ It serves the batches that a backend's chunk can express: consecutive positions 
 serve any batch. `plan` takes the windowed pages that a part writes, and `apply` records what was computed (MC-7). The
 last sequence that was to be kept stays until its pages are needed, so that another can continue or save it. Integers
 only: the backend holds keys and values.
+
+A model that recurs has states in its slots besides. Its prompts begin at a snapshot of them (`cache/snapshots.py`),
+which is taken where a chunk ends: after every whole chunk, and at the end of the prompt. Where layers attend too, a
+beginning is whole pages, so there the last chunk but one ends with the last whole page of the prompt.
 """
 
 from __future__ import annotations
@@ -13,7 +17,9 @@ from dataclasses import dataclass
 
 from ostinato.backends.base import ChunkPart
 from ostinato.cache.reserve import Lease, Reserve
+from ostinato.cache.snapshots import StateSnapshot, StateSnapshots
 from ostinato.cache.window_pages import PageRun
+from ostinato.files.unpack import Bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +32,7 @@ class PagedSequence:
     slot: int | None = None
     n_held: int = 0  # positions in memory
     segments: Sequence[int] = ()  # of an encoder's pair of texts, which of the two each token is of
+    begins_at: StateSnapshot | None = None  # states that its slot is to have before its next part
 
     @property
     def n_left(self) -> int:
@@ -51,10 +58,14 @@ class KeptSequence:
 
 
 class PagedSequences:
-    """All sequences over one reserve of pages. `recurs`: a sequence has a state in its slot beside its pages."""
+    """All sequences over one reserve of pages. `recurs`: a sequence has a state in its slot beside its pages.
+    `snapshots`: of such states; None where none are kept. `attends`: whether layers have pages besides."""
 
-    def __init__(self, reserve: Reserve, *, recurs: bool) -> None:
+    def __init__(
+        self, reserve: Reserve, *, recurs: bool, snapshots: StateSnapshots | None = None, attends: bool = True
+    ) -> None:
         self.reserve, self._recurs = reserve, recurs
+        self._snapshots, self._attends = snapshots, attends
         self._kept: KeptSequence | None = None
 
     def open(
@@ -77,7 +88,8 @@ class PagedSequences:
         """
         n_held = 0 if least_left is None else self._n_alike(tokens, slot, least_left, rope_set)
         kept = self.reserve.kept(n_held) if n_held else None
-        begin: Sequence[PageRun] | None = kept if kept is not None else None if shared else ()
+        # Which pages a recurrent model can share is known when a snapshot is found, right before its first part.
+        begin: Sequence[PageRun] | None = kept if kept is not None else None if shared and not self._recurs else ()
         lease = self.reserve.open(tokens, n_positions, all_now=all_now, begin=begin, rope_set=rope_set)
         if lease is None:
             return None
@@ -104,9 +116,51 @@ class PagedSequences:
 
     def find(self, sequence: PagedSequence) -> int:
         """Share the pages of its beginning that are cached by now, before it is written; the positions in memory."""
-        if sequence.shared:
+        if sequence.shared and self._recurs:
+            self._begin_at_snapshot(sequence)
+        elif sequence.shared:
             sequence.n_held = self.reserve.share(sequence.lease, sequence.tokens)
         return sequence.n_held
+
+    def _begin_at_snapshot(self, sequence: PagedSequence) -> None:
+        """Begin after the longest snapshot whose pages are cached too."""
+        lease, tokens, size = sequence.lease, sequence.tokens, self.reserve.page_tokens
+        for snapshot in () if self._snapshots is None else self._snapshots.beginnings(tokens, lease.rope_set):
+            n = len(snapshot.tokens)
+            if self._attends and self.reserve.find(tokens, lease.rope_set, most=n).n_pages * size != n:
+                continue
+            if self._attends:
+                self.reserve.share(lease, tokens, n)
+            assert self._snapshots is not None
+            self._snapshots.use(snapshot)
+            sequence.n_held, sequence.begins_at = n, snapshot
+            return
+
+    def part_of(self, sequence: PagedSequence, rows: int) -> SequencePart:
+        """The next part of a prompt, of at most so many rows."""
+        start, n = sequence.n_held, min(rows, sequence.n_left)
+        if self._attends and self._takes_snapshots(sequence):
+            last = (len(sequence.tokens) - 1) // self.reserve.page_tokens * self.reserve.page_tokens
+            n = last - start if start < last < start + n else n
+        return SequencePart(sequence, n)
+
+    def takes_snapshot(self, part: SequencePart) -> bool:
+        """Whether a snapshot of the states after a part is taken: a later prompt may begin with the tokens so far."""
+        sequence, stop = part.sequence, part.sequence.n_held + part.n
+        if self._snapshots is None or not self._takes_snapshots(sequence):
+            return False
+        whole = stop % self.reserve.page_tokens == 0 or not self._attends
+        return whole and not self._snapshots.has(sequence.tokens[:stop], sequence.lease.rope_set)
+
+    def _takes_snapshots(self, sequence: PagedSequence) -> bool:
+        return self._snapshots is not None and sequence.shared and sequence.slot is not None
+
+    def keep_states(self, part: SequencePart, states: Sequence[Bytes]) -> None:
+        """Keep the states after a part that was computed and applied."""
+        sequence = part.sequence
+        assert self._snapshots is not None
+        tokens = tuple(sequence.tokens[: sequence.n_held])
+        self._snapshots.add(StateSnapshot(tokens, sequence.lease.rope_set, tuple(states)))
 
     def plan(self, part: SequencePart) -> ChunkPart:
         """A part as the backend's chunk takes it. Layers that see a window get the pages that it writes now."""
@@ -122,6 +176,7 @@ class PagedSequences:
         """Record that a part was computed and is in memory."""
         sequence = part.sequence
         sequence.n_held += part.n
+        sequence.begins_at = None
         if sequence.shared:
             self.reserve.remember(sequence.lease, sequence.tokens, sequence.n_held)
         self.reserve.trim(sequence.lease, sequence.n_held)

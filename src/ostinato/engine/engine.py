@@ -74,10 +74,9 @@ class Engine:
         except BaseException:
             self._runner.close()
             raise
-        # Prefixes can be shared by pages alone, unless layers recur: a recurrent state belongs to a slot. An encoder's
-        # keys and values depend on what follows them.
-        can_share = not model.shape.recurrent and model.shape.causal
-        self._scheduler = Scheduler(self._runner, self._queue, share_prefixes=share_prefixes and can_share)
+        # An encoder's keys and values depend on what follows them.
+        can_share = share_prefixes and model.shape.causal
+        self._scheduler = Scheduler(self._runner, self._queue, share_prefixes=can_share)
         self._ids = count(1)
         # The thread holds no reference to this object, so that an engine without references is closed.
         self._thread = threading.Thread(target=self._scheduler.run, name="ostinato-engine", daemon=True)

@@ -17,10 +17,12 @@ from functools import partial
 from itertools import count
 from typing import Final
 
+from ostinato.backends.memory_rows import snapshot_bytes
 from ostinato.backends.runner import Runner
 from ostinato.cache.reserve import RECENT_PROMPTS, Reserve
+from ostinato.cache.snapshots import StateSnapshots
 from ostinato.decoder.flow import PagedFlow, PendingChunk
-from ostinato.decoder.paged import PagedSequence, PagedSequences, SequencePart
+from ostinato.decoder.paged import PagedSequence, PagedSequences
 from ostinato.engine.active_work import ActiveWork
 from ostinato.engine.constraint import Masks
 from ostinato.engine.queue import RequestQueue
@@ -73,18 +75,24 @@ class Scheduler:
     def __init__(self, runner: Runner, queue: RequestQueue, *, share_prefixes: bool) -> None:
         self._runner, self._queue = runner, queue
         self._host, self._decode_mode = runner.host, runner.decode_mode
-        options = runner.settled
+        options, shape = runner.settled, runner.model.shape
+        self._recurs = bool(shape.recurrent)
+        # What a recurrent model computes again must be what it computed before, wherever the prompt was cut then.
+        takes_snapshots = self._recurs and share_prefixes and runner.chunks.any_cut
         self.reserve = Reserve(
             runner.groups,
             runner.page_tokens,
             chunk_rows=runner.chunks.rows,
-            share_prefixes=share_prefixes,
+            share_prefixes=bool(shape.attention) and takes_snapshots if self._recurs else share_prefixes,
             kind=runner.chunks.rows_for,
             recent=max(RECENT_PROMPTS, 2 * options.n_slots),
         )
-        self._recurs = bool(runner.model.shape.recurrent)
-        self._memory = PagedSequences(self.reserve, recurs=self._recurs)
-        self._flow = PagedFlow(self._memory, runner.chunks, runner.beside)
+        snapshots = StateSnapshots(snapshot_bytes(shape)) if takes_snapshots else None
+        self._memory = PagedSequences(
+            self.reserve, recurs=self._recurs, snapshots=snapshots, attends=bool(shape.attention)
+        )
+        copy = None if snapshots is None else runner.sequence_copy()
+        self._flow = PagedFlow(self._memory, runner.chunks, runner.beside, copy)
         self._poll_s = POLL_S if runner.settled.kind == "cuda" else LONG_POLL_S
         self._slots: list[ActiveSequence | None] = [None] * options.n_slots
         self._by_id: dict[int, ActiveSequence] = {}
@@ -361,11 +369,11 @@ class Scheduler:
             request.prefill_began = time.perf_counter()
             self.n_cached_tokens += request.cached_tokens
         rows = self._flow.chunks.rows_for(len(paged.tokens))
-        n = min(rows, paged.n_left)
-        is_last = n == paged.n_left
+        part = self._memory.part_of(paged, rows)
+        is_last = part.n == paged.n_left
         if is_last:
             self._stage(sequence)
-        return self._flow.begin((SequencePart(paged, n),), rows, first=sequence.slot if is_last else None)
+        return self._flow.begin((part,), rows, first=sequence.slot if is_last else None)
 
     def _finish_chunk(self) -> None:
         """Process the running chunk if it is done."""

@@ -54,6 +54,8 @@ BUCKETS: Final = (64, 128, 256, CHUNK_ROWS["cuda"])
 class FusedChunks:
     """Chunks by kernels. `run` and `first` enqueue on the current stream and return at once."""
 
+    any_cut = True
+
     def __init__(
         self,
         model: Model,

@@ -21,6 +21,7 @@ class NativeChunks:
     """Chunks through the same packed weights as the steps; each goes between two of them."""
 
     n_copies = 0
+    any_cut = True
     failures: Mapping[int, str] = MappingProxyType({})
 
     def __init__(self, native: NativeStep) -> None:

@@ -36,6 +36,7 @@ class TorchChunks:
 
     rows = CHUNK_ROWS["cpu"]
     n_copies = 0
+    any_cut = False  # of recurrent models, whose parts are not padded; pages of others are filled alike
     failures: Mapping[int, str] = MappingProxyType({})  # nothing is captured
 
     def __init__(
