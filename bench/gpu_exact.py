@@ -22,7 +22,6 @@ import torch
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting
 from bench.gpu_models import (
     ON_CPU,
-    RECURRENT,
     TAPE,
     kv_type_of,
     model_named,
@@ -44,7 +43,7 @@ from ostinato.files.checkpoint import open_checkpoint
 from ostinato.lab.random_weights import DTYPES, MIXES
 from ostinato.models.registry import read_shape
 from ostinato.options import KVType, Sampling
-from tests.backends.families import FAMILIES
+from tests.backends.families import FAMILIES, RECURRENT
 from tests.built import build_model
 
 Witness = tuple[int, str, tuple[tuple[int, str], ...], int, str | None]

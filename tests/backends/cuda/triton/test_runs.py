@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.compiling import compiled, told_of
 from ostinato.backends.cuda.launch import Launches
 from ostinato.backends.cuda.triton import runs as kernels
 from ostinato.backends.cuda.triton import scans
@@ -18,6 +17,7 @@ from ostinato.backends.torch.ops.runs import ChunkRuns, Run, Runs, StepRuns
 from ostinato.errors import BadPointer
 from ostinato.models.blocks import Decay, Norm
 from ostinato.models.shape import Mamba2Shape, MambaShape
+from tests.backends.cuda.triton.test_attend import compile_launch
 
 SLOTS = 5
 MAMBA = MambaShape(inner=88, state=6, kernel=3, dt_rank=7)
@@ -183,7 +183,7 @@ def test_memory_that_does_not_fit_is_refused_by_name() -> None:
 
 
 def compile_all() -> None:
-    """In the child of test_compile.py: every kernel for a Hopper, as a real model has it."""
+    """In the child of test_compile.py: every kernel, as a real model has it."""
     shape = Mamba2Shape(inner=4096, state=128, kernel=4, n_heads=64, n_groups=1)
     for found in RUNS:
         for launch in (
@@ -194,4 +194,4 @@ def compile_all() -> None:
             scans.bind_selective_runs(**selective_case(found, MambaShape(inner=512, state=16, kernel=4, dt_rank=32))),
         ):
             for part in launch.parts if isinstance(launch, Launches) else (launch,):
-                compiled(part.kernel, told_of(part), "sm_90")
+                compile_launch(part)
