@@ -13,7 +13,7 @@ from ostinato.backends.cuda.launch import Launches
 from ostinato.backends.cuda.triton import runs as kernels
 from ostinato.backends.cuda.triton import scans
 from ostinato.backends.torch.ops import runs as twins
-from ostinato.backends.torch.ops.runs import ChunkRuns, Run, Runs, StepRuns
+from ostinato.backends.torch.ops.runs import ChunkRuns, RowRun, Runs, StepRuns
 from ostinato.errors import BadPointer
 from ostinato.models.blocks import Decay, Norm
 from ostinato.models.shape import Mamba2Shape, MambaShape
@@ -23,10 +23,10 @@ SLOTS = 5
 MAMBA = MambaShape(inner=88, state=6, kernel=3, dt_rank=7)
 MAMBA2 = Mamba2Shape(inner=120, state=24, kernel=4, n_heads=6, n_groups=2, dt_limit=(0.01, 2.0))
 # Cut where fewer rows follow than the convolution looks back, among others.
-CHUNK = [Run(0, 7, 3, True), Run(7, 1, 0, False), Run(8, 2, 4, True), Run(10, 9, 1, False)]
+CHUNK = [RowRun(0, 7, 3, True), RowRun(7, 1, 0, False), RowRun(8, 2, 4, True), RowRun(10, 9, 1, False)]
 
 
-def chunk_of(found: Sequence[Run], most: int = 8) -> ChunkRuns:
+def chunk_of(found: Sequence[RowRun], most: int = 8) -> ChunkRuns:
     n = sum(run.n for run in found)
     table = torch.zeros(most, 4, dtype=torch.int32)
     table[: len(found)] = torch.tensor(found, dtype=torch.int32)
@@ -166,10 +166,10 @@ def test_bits_do_not_depend_on_where_a_sequence_was_cut_nor_on_its_slot() -> Non
     cases = [made(RUNS[0]) for made in (conv_case, ssd_case, selective_case)]
     for bind, case in zip(binds, cases, strict=True):
         whole, cut = (case | {name: case[name].clone() for name in ("out", "state")} for _ in range(2))
-        bind(**whole | {"runs": chunk_of([Run(0, 9, 2, True)])})()
+        bind(**whole | {"runs": chunk_of([RowRun(0, 9, 2, True)])})()
         for first, n in ((0, 4), (4, 1), (5, 2), (7, 1), (8, 1)):
             mine = cut | {name: cut[name][first : first + SLOTS] for name in ROWS if name in cut}
-            bind(**mine | {"runs": step_of([4]) if first >= 7 else chunk_of([Run(0, n, 4, first == 0)])})()
+            bind(**mine | {"runs": step_of([4]) if first >= 7 else chunk_of([RowRun(0, n, 4, first == 0)])})()
         assert torch.equal(cut["out"][:9], whole["out"][:9])
         assert torch.equal(cut["state"][4], whole["state"][2])
 

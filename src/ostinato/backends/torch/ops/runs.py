@@ -24,7 +24,7 @@ from ostinato.models.blocks import Decay, Norm
 from ostinato.models.shape import Mamba2Shape, MambaShape
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """The rows of one sequence; `fresh`: they are its first ones."""
 
     first: int
@@ -54,9 +54,9 @@ class StepRuns:
     def most(self) -> int:
         return len(self.row_slot)
 
-    def __iter__(self) -> Iterator[Run]:
+    def __iter__(self) -> Iterator[RowRun]:
         for row, slot in enumerate(self.row_slot[: int(self.n_rows)].tolist()):
-            yield Run(row, 1, slot, int(self.position[slot]) == 0)
+            yield RowRun(row, 1, slot, int(self.position[slot]) == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,9 @@ class ChunkRuns:
     def most(self) -> int:
         return len(self.runs)
 
-    def __iter__(self) -> Iterator[Run]:
+    def __iter__(self) -> Iterator[RowRun]:
         for first, n, slot, fresh in self.runs[: int(self.n_runs)].tolist():
-            yield Run(first, n, slot, bool(fresh))
+            yield RowRun(first, n, slot, bool(fresh))
 
 
 Runs = StepRuns | ChunkRuns
