@@ -30,7 +30,7 @@ from ostinato.serve.completions import complete
 from ostinato.serve.conversation import IGNORED
 from ostinato.serve.embeddings import embed
 from ostinato.serve.errors import RETRY_AFTER_S, Refusal, error_response, refusal_of, uses_anthropic
-from ostinato.serve.front import Gateway
+from ostinato.serve.gateway import Gateway
 from ostinato.serve.log import Record
 from ostinato.serve.messages import anthropic_error_event, anthropic_model, count_tokens, create_message
 from ostinato.serve.messages_body import CountBody, MessagesBody
