@@ -57,9 +57,10 @@ from ostinato.engine.texts import TextLogprobs, each_logprobs, each_vector, logi
 from ostinato.errors import BadFile, BadInput, BadOption, QueueFull, Unsupported, listing
 from ostinato.extras import check_extra
 from ostinato.files import store
-from ostinato.files.checkpoint import open_checkpoint
+from ostinato.files.checkpoint import Checkpoint, open_checkpoint
 from ostinato.files.unpack import Floats
 from ostinato.models.registry import read_shape
+from ostinato.models.shape import Shape
 from ostinato.options import (
     MAX_LOGPROBS,
     LoadOptions,
@@ -167,7 +168,7 @@ class LLM:
     def _load(self, talk: Callable[[str], None], progress: Callable[[int, int], None] | None) -> Settled:
         checkpoint = self._checkpoint
         shape = read_shape(checkpoint)
-        settled = choose(checkpoint, shape, self._options, talk)
+        settled = self._choose(checkpoint, shape, talk)
         with ThreadPoolExecutor(1) as beside:
             texts = beside.submit(self._load_tokenizer)
 
@@ -202,6 +203,10 @@ class LLM:
             talk(sentence)
         self._recent: HeldSequence | None = None  # the last answer and its prompt, or a loaded state
         return settled
+
+    def _choose(self, checkpoint: Checkpoint, shape: Shape, talk: Callable[[str], None]) -> Settled:
+        """Backend, mode and memory, before any weights are read."""
+        return choose(checkpoint, shape, self._options, talk)
 
     def _load_tokenizer(self) -> None:
         self.tokenizer = tokenizer_of(self._checkpoint)

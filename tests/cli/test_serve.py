@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ostinato.cli import serve
 from ostinato.serve import supervisor
 from ostinato.serve.script import ScriptedAnswer
 from ostinato.serve.settings import ServeOptions
@@ -25,6 +26,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[ServeOptions]:
             return 0
 
     monkeypatch.setattr(supervisor, "Supervisor", Nobody)
+    monkeypatch.setattr(serve, "resolve", lambda model, talk: None)
     monkeypatch.delenv("OSTINATO_API_KEY", raising=False)
     return found
 
@@ -41,12 +43,28 @@ def test_words_become_options(ostinato: RunCli, started: list[ServeOptions]) -> 
     )  # fmt: skip
     assert ran.code == 0, ran.err
     options = started[-1]
-    assert (options.model, options.host, options.port, options.alias) == ("m.gguf", "::1", 0, "mine")
+    assert (options.model, options.host, options.port, options.alias) == ("m.gguf", "::1", 0, ("mine",))
     assert (options.cors, options.log_prompts) == (("https://a.example", "null"), True)
     assert (options.keep_responses, options.keep_responses_s) == (7, 60.0)
     load = options.load
     assert (load.slots, load.queue, load.context, load.kv_type) == (3, 0, 64, "q8_0")
     assert (load.mode, load.device, load.dtype, load.threads) == ("eager", "cpu", "float32", 1)
+
+
+def test_several_models_their_names_and_how_many_stay_in_memory(ostinato: RunCli, started: list[ServeOptions]) -> None:
+    words = ("--alias", "x", "--alias", "y=b", "--any-model", "--models-max", "2")
+    ran = ostinato("serve", "a.gguf", "b.gguf", "smollm2", *words)
+    assert ran.code == 0, ran.err
+    options = started[-1]
+    assert options.models == ("a.gguf", "b.gguf", "smollm2")
+    assert options.names == (("x",), ("y",), ("smollm2",))
+    assert (options.any_model, options.models_max) == (True, 2)
+    ran = ostinato("serve", "a.gguf", "b.gguf", "--model", "c.gguf")
+    assert (ran.code, "a.gguf b.gguf and --model c.gguf" in ran.err) == (2, True)
+    ran = ostinato("serve", "a.gguf", "b.gguf", "--replicas", "2")
+    assert (ran.code, "--replicas serve one model" in ran.err) == (2, True)
+    ran = ostinato("serve", "a/m.gguf", "b/m.gguf")
+    assert (ran.code, "two models are called 'm'" in ran.err) == (2, True)
 
 
 def test_a_script_is_read_before_the_start_and_announced(

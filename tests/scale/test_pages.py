@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ostinato.scale.pages import merged_health, merged_metrics, merged_slots
+from ostinato.serve.merged import merged_health, merged_metrics, merged_slots
 
 
 def page(value: float) -> str:

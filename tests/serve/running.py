@@ -24,21 +24,10 @@ DEADLINE_S = 60.0
 
 
 @dataclass(slots=True)
-class Running:
-    """A server that runs. `log` is what it wrote, `told` what it told its supervisor."""
+class Client:
+    """Ways to speak to a server."""
 
     url: str
-    service: Service
-    worker: Worker
-    loop: asyncio.AbstractEventLoop
-    log: list[dict[str, Any]]
-    told: list[dict[str, Any]]
-    exit_code: list[int] = field(default_factory=list)
-
-    @property
-    def llm(self) -> LLM:
-        assert self.service.model is not None
-        return self.service.model
 
     def openai(self, key: str = "none", **words: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=DEADLINE_S, **words)
@@ -54,6 +43,23 @@ class Running:
     def get(self, path: str, **headers: str) -> httpx2.Response:
         with self.http(headers=headers) as client:
             return client.get(path)
+
+
+@dataclass(slots=True)
+class Running(Client):
+    """A server that runs. `log` is what it wrote, `told` what it told its supervisor."""
+
+    service: Service
+    worker: Worker
+    loop: asyncio.AbstractEventLoop
+    log: list[dict[str, Any]]
+    told: list[dict[str, Any]]
+    exit_code: list[int] = field(default_factory=list)
+
+    @property
+    def llm(self) -> LLM:
+        assert self.service.model is not None
+        return self.service.model
 
     def call(self, work: Callable[[], None]) -> None:
         """Do something on the server's own thread."""

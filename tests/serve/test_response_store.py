@@ -42,8 +42,10 @@ def test_what_is_kept_is_what_a_slow_store_keeps() -> None:
                 # Also one that is gone by now: it was there when the request came.
                 made = response(str(number), draw.randrange(1, 120), draw.choice(made_before[-12:]))
                 made_before += [made, None]
-                store.add(made)
-                slow[made.id] = (now, made)
+                kept = store.add(made)
+                assert kept == (size_of({made.id: (now, made)}) <= MOST_BYTES)
+                if kept:
+                    slow[made.id] = (now, made)
                 while slow and (len(slow) > MOST or size_of(slow) > MOST_BYTES):
                     del slow[next(iter(slow))]
             case _:
@@ -71,6 +73,27 @@ def test_a_conversation_has_every_turn_in_order_also_of_those_that_are_deleted()
 
 def test_a_response_that_is_too_large_is_not_kept() -> None:
     store = ResponseStore(10, 100, 60.0)
-    store.add(response("small", 10, None))
-    store.add(response("large", 101, None))
-    assert (len(store), store.n_bytes) == (0, 0)
+    small = response("small", 10, None)
+    assert store.add(small)
+    assert not store.add(response("large", 101, None))
+    assert not store.add(response("long", 91, small))
+    assert (len(store), store.n_bytes) == (1, 10)
+
+
+def test_an_item_is_found_by_its_id_in_inputs_too_and_the_latest_of_an_id_stays() -> None:
+    store = ResponseStore(10, 10**6, 60.0)
+    for number in "01":
+        made = response(number, 10, None)
+        made.input = [
+            MessageItem(role="user", content="without an id"),
+            MessageItem(id="mine", role="user", content=number),
+        ]
+        store.add(made)
+    without = store.item("0_0")
+    assert isinstance(without, MessageItem)
+    assert without.content == "without an id"
+    store.delete("0")
+    assert store.item("0_0") is None
+    mine = store.item("mine")
+    assert isinstance(mine, MessageItem)
+    assert mine.content == "1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -148,7 +149,7 @@ def test_after_an_engines_death_the_next_request_is_answered_by_the_next_worker(
             assert answer.choices[0].finish_reason in ("length", "stop")
         health = httpx2.get(running.url + "/health").json()
         assert health["restarts"] == {"fault": 1}
-        assert 'worker_restarts_total{reason="fault"} 1.0' in httpx2.get(running.url + "/metrics").text
+        assert 'worker_restarts_total{model="tiny",reason="fault"} 1.0' in httpx2.get(running.url + "/metrics").text
 
 
 def test_a_worker_whose_event_loop_hangs_is_replaced_and_its_streams_end(tiny: Path, tmp_path: Path) -> None:
@@ -156,8 +157,9 @@ def test_a_worker_whose_event_loop_hangs_is_replaced_and_its_streams_end(tiny: P
         running.until("ready: ")
         with httpx2.Client(base_url=running.url, timeout=DEADLINE_S) as http:
             body = {"messages": HELLO, "stream": True, "ignore_eos": True}
-            with http.stream("POST", CHAT, json=body) as stream, pytest.raises(httpx2.TransportError):
-                list(stream.iter_lines())
+            with http.stream("POST", CHAT, json=body) as stream:
+                last = [line for line in stream.iter_lines() if line][-1]
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_restarting"
             assert running.until("the worker ended: ") == "the worker ended: it said nothing for 6 s; starting another"
             running.until("ready: ", n=2)
             assert http.post(CHAT, json={"messages": HELLO, "max_tokens": 30}).status_code == 200
@@ -221,23 +223,99 @@ def test_a_standard_error_that_cannot_be_written_to_is_told_on_standard_output(t
     assert ran.stdout.startswith("error: cannot write to standard error, where the log goes: ")
 
 
-def test_a_killed_worker_is_replaced(tiny: Path) -> None:
+def test_a_killed_worker_and_a_killed_front_are_replaced(tiny: Path) -> None:
     with program(str(tiny), "--port", "0", "--context", "64") as running:
         running.until("ready: ")
-        for pid in children_of(running.process.pid):
-            os.kill(pid, signal.SIGKILL)
+        os.kill(worker_of(running), signal.SIGKILL)
         running.until("ready: ", n=2)
         assert httpx2.get(running.url + "/health").json()["restarts"] == {"crash": 1}
+        worker = worker_of(running)
+        (front,) = {*children_of(running.process.pid)} - {worker}
+        os.kill(front, signal.SIGKILL)
+        running.until("the front ended: ")
+        # The model stays in memory, and the next front knows it.
+        assert httpx2.post(running.url + CHAT, json={"messages": HELLO, "max_tokens": 2}).status_code == 200
+        assert httpx2.get(running.url + "/health").json()["restarts"] == {"crash": 2}
+        assert worker_of(running) == worker
 
 
-def test_a_worker_whose_supervisor_is_killed_ends_by_itself(tiny: Path) -> None:
+def test_the_death_of_one_models_worker_is_not_that_of_another(tiny: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny, tmp_path / "other.gguf")
+    (tmp_path / "bad.gguf").write_bytes(b"no model")
+    models = (str(tiny), str(tmp_path / "other.gguf"), str(tmp_path / "bad.gguf"))
+    with program(*models, "--port", "0", "--alias", "a=tiny", "--alias", "b=other") as running:
+        running.until("ready: a at ")
+        first = worker_of(running)
+        with httpx2.Client(base_url=running.url, timeout=DEADLINE_S) as http:
+            few = {"messages": HELLO, "max_tokens": 2}
+            assert http.post(CHAT, json={**few, "model": "b"}).json()["model"] == "b"
+            assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["a", "b", "bad"]
+            (second,) = {*workers_of(running)} - {first}
+            body = {"messages": HELLO, "stream": True, "ignore_eos": True}
+            with (
+                http.stream("POST", CHAT, json={**body, "model": "a", "n": 2}) as of_a,
+                http.stream("POST", CHAT, json={**body, "model": "b", "n": 2}) as of_b,
+            ):
+                lines_of_a, lines_of_b = of_a.iter_lines(), of_b.iter_lines()
+                assert next(lines_of_a).startswith("data: ")
+                assert next(lines_of_b).startswith("data: ")
+                os.kill(second, signal.SIGKILL)
+                last = [line for line in lines_of_b if line][-1]
+                assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_restarting"
+                running.until("the worker of b ended: signal SIGKILL")
+                assert http.post(CHAT, json={**few, "model": "b"}).status_code == 200
+                assert [line for line in lines_of_a if line][-1] == "data: [DONE]"
+            assert first in workers_of(running)
+            # A file that is no model is told in its own words, and ends nothing.
+            refused = http.post(CHAT, json={**few, "model": "bad"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_failed")
+            assert "bad.gguf" in refused.json()["error"]["message"]
+            running.until("error: bad: ")
+            health = http.get("/health").json()
+        assert (health["restarts"], health["ready"]) == ({"crash": 1}, True)
+        assert [model["state"] for model in health["models"]] == ["ready", "ready", "failed"]
+        running.process.terminate()
+        assert running.process.wait(DEADLINE_S) == 0
+
+
+def test_the_model_that_was_not_used_for_longest_is_unloaded_and_the_log_says_so(tiny: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny, tmp_path / "other.gguf")
+    arguments = (str(tiny), str(tmp_path / "other.gguf"), "--models-max", "1", "--port", "0", "--context", "64")
+    with program(*arguments) as running:
+        running.until("ready: tiny at ")
+        for model in ("other", "tiny"):
+            assert (
+                httpx2.post(
+                    running.url + CHAT, json={"model": model, "messages": HELLO, "max_tokens": 2}, timeout=DEADLINE_S
+                ).json()["model"]
+                == model
+            )
+        running.until("unloading tiny: other is needed, and 1 may be in memory at once (--models-max)")
+        running.until("ready: other at ")
+        running.until("unloading other: tiny is needed")
+        running.until("ready: tiny at ", n=2)
+        assert len(workers_of(running)) == 1
+
+
+def worker_of(running: Program) -> int:
+    """The process of the only model."""
+    (found,) = workers_of(running)
+    return found
+
+
+def workers_of(running: Program) -> list[int]:
+    children = children_of(running.process.pid)
+    return [pid for pid in children if b"ostinato.serve.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_processes_whose_supervisor_is_killed_end_by_themselves(tiny: Path) -> None:
     with program(str(tiny), "--port", "0", "--context", "64") as running:
         running.until("ready: ")
         workers = children_of(running.process.pid)
-        assert len(workers) == 1
+        assert len(workers) == 2
         running.process.kill()
         end = time.monotonic() + DEADLINE_S
-        while Path(f"/proc/{workers[0]}").exists():
+        while any(Path(f"/proc/{pid}").exists() for pid in workers):
             assert time.monotonic() < end
             time.sleep(0.05)
 
@@ -245,11 +323,13 @@ def test_a_worker_whose_supervisor_is_killed_ends_by_itself(tiny: Path) -> None:
 def test_a_signal_while_the_model_loads_ends_it_at_once(tiny: Path, tmp_path: Path) -> None:
     slow = (
         "import time\n"
+        "from ostinato.engine.choose import Room\n"
         "from ostinato.serve import worker\n"
-        "def slow(model, load, talk):\n"
+        "def slow(model, load, talk, admitted, lowers_context):\n"
+        "    admitted(lambda: Room('cpu', 1, 2, 2))\n"
         "    talk('loading for ever')\n"
         "    time.sleep(600)\n"
-        "worker.LLM = slow\n"
+        "worker.AdmittedLLM = slow\n"
         "worker.main()\n"
     )
     code = (
@@ -275,7 +355,14 @@ def test_a_model_that_cannot_be_had_is_told_once_and_not_tried_again(tmp_path: P
     with program(str(tmp_path / "none.gguf"), "--port", "0") as running:
         assert running.process.wait(DEADLINE_S) == 2
     assert sum("none.gguf" in line and line.startswith("error: ") for line in running.lines) == 1
-    assert not any("Traceback" in line for line in running.lines)
+    assert not any("Traceback" in line or line.startswith("listening") for line in running.lines)
+
+
+def test_a_model_that_is_refused_is_refused_before_the_address_is_told(tiny: Path) -> None:
+    with program(str(tiny), "--port", "0", "--context", "999999") as running:
+        assert running.process.wait(DEADLINE_S) == 2
+    assert [line for line in running.lines if "999999" in line] == running.lines[-1:]
+    assert not any(line.startswith("listening") for line in running.lines)
 
 
 def test_an_open_address_without_a_key_and_a_taken_port_are_refused(tiny: Path) -> None:
@@ -304,8 +391,23 @@ def test_a_machine_without_ipv6_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         listen("::1", 0)
 
 
-def supervised(code: str, **words: float) -> tuple[int, list[str]]:
-    """The exit code of a supervisor over workers that do this once they are ready, and what it said."""
+# A front that ends well after so many ends of workers, as its argument says, and tells what it is given then.
+FAKE_FRONT = (
+    "import json, os, sys\n"
+    "given = json.loads(sys.stdin.readline())\n"
+    "ended = 0\n"
+    "while ended < int(sys.argv[1]):\n"
+    "    line = sys.stdin.readline()\n"
+    "    if not line:\n"
+    "        sys.exit(1)\n"
+    "    ended += json.loads(line)['event'] == 'ended'\n"
+    "os.write(given['events'], sys.argv[2].encode())\n"
+)
+
+
+def supervised(code: str, *, ends: int = 1, tells: str = "", silent_s: float = 60.0) -> tuple[int, list[str]]:
+    """The exit code of a supervisor over workers that do this once they are ready, and what it said. Its front ends
+    when it has been told of so many ends of workers."""
     said: list[str] = []
     begin = (
         "import json, os, signal, sys, time\n"
@@ -313,46 +415,43 @@ def supervised(code: str, **words: float) -> tuple[int, list[str]]:
         'ready = b\'{"event": "ready", "model": "x", "seconds": 0}\\n\'\n'
     )
     command = (sys.executable, "-c", begin + code)
-    return Supervisor(ServeOptions("x", port=0), said.append, command=command, **words).run(), said
+    front = (sys.executable, "-c", FAKE_FRONT, str(ends), tells)
+    words = {"command": command, "front": front}
+    return Supervisor(ServeOptions("x", port=0), said.append, silent_s=silent_s, **words).run(), said
 
 
 def test_a_worker_that_keeps_dying_young_is_given_up() -> None:
-    exit_code, said = supervised("os.write(given['events'], ready)\nsys.exit(9)\n")
+    exit_code, said = supervised("os.write(given['events'], ready)\nsys.exit(9)\n", ends=9)
     assert exit_code == 3
     assert "giving up" in said[-1]
     assert sum("starting another" in line for line in said) == 4
 
 
 def test_a_worker_that_says_nothing_more_is_killed_and_counted() -> None:
-    # The next one is told how often its like was found hanging, and ends well if it was.
-    code = (
-        "os.write(given['events'], ready)\n"
-        "if not given['restarts']:\n"
-        "    time.sleep(600)\n"
-        "sys.exit(given['restarts'] != {'hang': 1})\n"
-    )
-    exit_code, said = supervised(code, silent_s=1.0)
+    exit_code, said = supervised("os.write(given['events'], ready)\ntime.sleep(600)\n", silent_s=1.0)
     assert exit_code == 0, said
     assert "the worker ended: it said nothing for 1 s; starting another" in said
 
 
 def test_a_worker_that_goes_on_saying_that_it_lives_is_let_live() -> None:
     code = (
+        "os.write(given['events'], ready)\n"
         "for _ in range(25):\n"
         "    os.write(given['events'], b'{\"event\": \"alive\"}\\n')\n"
         "    time.sleep(0.2)\n"
-        "sys.exit(0)\n"
+        "sys.exit(9)\n"
     )
     exit_code, said = supervised(code, silent_s=3.0)
     assert exit_code == 0, said
+    assert said[-1] == "the worker ended: exit code 9; starting another"
 
 
 @pytest.mark.parametrize(
     ("n_running", "told"), [(0, "stopping"), (2, "draining: 2 requests run; once more to stop them")]
 )
 def test_a_server_without_requests_only_says_that_it_stops(n_running: int, told: str) -> None:
-    event = json.dumps({"event": "draining", "running": n_running}).encode() + b"\n"
-    _, said = supervised(f"os.write(given['events'], ready + {event!r})\nsys.exit(0)\n")
+    event = json.dumps({"event": "draining", "running": n_running}) + "\n"
+    _, said = supervised("time.sleep(600)\n", ends=0, tells=event)
     assert said[-1] == told
 
 

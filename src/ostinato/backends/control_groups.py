@@ -4,6 +4,7 @@ they have left. Both versions of the interface are read."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +36,16 @@ def memory_left() -> int | None:
     """Bytes that this process's control group may still take: the least of its own and its parents'; None: no limit."""
     left = [n_bytes for folder in group_folders("memory") if (n_bytes := _left(folder)) is not None]
     return min(left, default=None)
+
+
+def memory_limit() -> int | None:
+    """Bytes that this process's control group may take in all; None: no limit."""
+    limits = []
+    for folder in group_folders("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(OSError, ValueError):  # absent, or "max"
+                limits.append(int((folder / name).read_text()))
+    return min(limits, default=None)
 
 
 def _left(folder: Path) -> int | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
 
-from ostinato.backends.control_groups import memory_left
+from ostinato.backends.control_groups import memory_left, memory_limit
 from ostinato.errors import HardwareCannot, listing
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -159,6 +159,16 @@ def free_host_bytes() -> int:
     """Memory that the system can give without swapping, or what the control group has left where that is less."""
     left = memory_left()
     return _available() if left is None else min(_available(), left)
+
+
+def host_bytes() -> int:
+    """The machine's memory in all, or what the control group may take where that is less."""
+    limit = memory_limit()
+    try:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, AttributeError):
+        whole = FREE_WHEN_NOT_TOLD
+    return whole if limit is None else min(whole, limit)
 
 
 def _available() -> int:

@@ -54,10 +54,9 @@ def batch(
     check_extra("serve", "`ostinato batch`")
     from ostinato.scale.batch import Tally
     from ostinato.scale.batch_file import Requests, Results
-    from ostinato.serve.service import name_of
-    from ostinato.serve.settings import ServeOptions
+    from ostinato.serve.settings import ServeOptions, name_of
 
-    options = ServeOptions(model, load=load, alias=alias)
+    options = ServeOptions(model, load=load, alias=() if alias is None else (alias,))
     asked = Requests(requests)
     with Results(results, asked, alias or name_of(model)) as written, Bar() as bar:
         if len(written.done) == len(asked.lines):

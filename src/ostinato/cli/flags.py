@@ -119,19 +119,31 @@ class RecordFlags:
 
 
 class ModelFlags:
-    """Marks the model of a verb that takes no text: it may be given as an argument too, or with `--model`."""
+    """Marks the model of a verb that takes no text: it may be given as an argument too, or with `--model`. `several`:
+    there may be more than one, as arguments; the parameter is then a tuple of them."""
+
+    def __init__(self, *, several: bool = False) -> None:
+        self._several = several
 
     def parameters(self, name: str, default: Any) -> Iterator[inspect.Parameter]:
-        help = _MODEL_HELP if default is None else f"{_MODEL_HELP} By default {default}."
-        argument = typer.Argument(metavar="MODEL", help=help, autocompletion=complete_model)
-        kind, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[str | None, argument]
+        help = _MODEL_HELP if default is None else f"{_MODEL_HELP} By default {self._one(default)}."
+        metavar, type = ("MODEL...", list[str] | None) if self._several else ("MODEL", str | None)
+        argument = typer.Argument(metavar=metavar, help=help, autocompletion=complete_model)
+        kind, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[type, argument]
         yield inspect.Parameter(f"{name}_argument", kind, default=None, annotation=annotation)
-        yield Flag("The same.", "PATH|NAME", autocompletion=complete_model).parameter(name, str | None, None)
+        flag = Flag("The same.", "PATH|NAME", name="--model", autocompletion=complete_model)
+        yield flag.parameter(name, str | None, None)
+
+    def _one(self, default: Any) -> Any:
+        return default[0] if self._several else default
 
     def value(self, name: str, default: Any, words: dict[str, Any]) -> Any:
         argument, option = words.pop(f"{name}_argument"), words.pop(name)
-        if argument is not None and option is not None:
-            raise BadInput(f"a model was given twice, {argument} and --model {option}; give one of them")
+        if argument and option is not None:
+            given = " ".join(argument) if self._several else argument
+            raise BadInput(f"a model was given twice, {given} and --model {option}; give one of them")
+        if self._several:
+            return tuple(argument or ()) or ((option,) if option else default)
         return argument or option or default
 
 
@@ -169,6 +181,7 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
 _MODEL_HELP = "A GGUF file, a safetensors folder, or a name: see `ostinato models`, hf:owner/repo/file.gguf."
 
 ModelAnywhere = Annotated[str, ModelFlags()]
+ModelsAnywhere = Annotated[tuple[str, ...], ModelFlags(several=True)]
 Model = Annotated[str, Flag(_MODEL_HELP, "PATH|NAME", autocompletion=complete_model)]
 Json = Annotated[bool, Flag("Print one JSON object.", name="--json")]
 TextFile = Annotated[Path | None, Flag("Take the text from a file (- is standard input).", "FILE")]

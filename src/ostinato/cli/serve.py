@@ -14,22 +14,29 @@ from ostinato.cli.input import read_file
 from ostinato.cli.output import talk
 from ostinato.errors import BadInput
 from ostinato.extras import check_extra
-from ostinato.files.store import DEFAULT
+from ostinato.files.store import DEFAULT, resolve
 from ostinato.options import Talk
 from ostinato.processes import check_stderr
 from ostinato.serve.script import read_script
 from ostinato.serve.settings import DEFAULT_HOST, DEFAULT_PORT, KEPT_S, ServeOptions
 
-_LISTENING, _SCALE = "Listening and access", "Beyond one engine"
+_LISTENING, _MODELS, _SCALE = "Listening and access", "Models", "Beyond one engine"
 
 
 @flags.verb
 def serve(
     *,
-    model: flags.ModelAnywhere = DEFAULT,
+    models: flags.ModelsAnywhere = (DEFAULT,),
     host: Annotated[str, Flag("Where to listen.", "ADDRESS", panel=_LISTENING)] = DEFAULT_HOST,
     port: Annotated[int, Flag("0 takes a free one.", "N", panel=_LISTENING)] = DEFAULT_PORT,
-    alias: Annotated[str | None, Flag("What clients call the model.", "NAME", panel=_LISTENING)] = None,
+    alias: Annotated[
+        list[str] | None,
+        Flag("What clients call the first model, or MODEL; may be repeated.", "NAME[=MODEL]", panel=_MODELS),
+    ] = None,
+    any_model: Annotated[bool, Flag("A name that is not served means the first model.", panel=_MODELS)] = False,
+    models_max: Annotated[
+        int | None, Flag("At most so many models in memory; else as many as fit.", "N", panel=_MODELS, min=1)
+    ] = None,
     api_key: Annotated[
         list[str] | None,
         Flag("A key that clients must send; may be repeated.", "KEY", panel=_LISTENING, envvar="OSTINATO_API_KEY"),
@@ -58,9 +65,10 @@ def serve(
         Flag("To the replica that holds the prompt's prefix (the default), or in turn.", panel=_SCALE),
     ] = None,
 ) -> None:
-    """Serve a model over OpenAI's API, with a page at / and metrics at /metrics.
+    """Serve models over the APIs of OpenAI, Anthropic and Ollama, with a page at / and metrics at /metrics.
 
-    SIGTERM and Ctrl-C let running requests end; once more stops them.
+    The first model is loaded at the start, each other one when a request names it. When memory is short, the one that
+    was not used for longest is unloaded. SIGTERM and Ctrl-C let running requests end; once more stops them.
     """
     from ostinato.serve.supervisor import Supervisor
 
@@ -70,11 +78,14 @@ def serve(
     check_extra("serve", "the server")
     keys = (*(api_key or ()), *_keys_in(api_key_file))
     options = ServeOptions(
-        model=model,
+        model=models[0],
+        more_models=tuple(models[1:]),
         load=load,
         host=host,
         port=port,
-        alias=alias,
+        alias=tuple(alias or ()),
+        any_model=any_model,
+        models_max=models_max,
         keys=keys,
         no_key=no_api_key,
         cors=tuple(cors or ()),
@@ -86,6 +97,8 @@ def serve(
     say = _checked_once(talk)
     if script is not None:
         say(f"warning: answers are the texts of {script}, not the model's")
+    if many and len(models) > 1:
+        raise BadInput(f"--replicas serve one model, and {len(models)} were given; give one, or serve without replicas")
     if many:
         from ostinato.scale.replicas import run_replicas
 
@@ -93,7 +106,10 @@ def serve(
     elif routing is not None:
         raise BadInput("--routing is between replicas; give --replicas too")
     else:
-        code = Supervisor(options, say).run()
+        supervisor = Supervisor(options, say)
+        for model in models:  # before anything starts: an unknown name, or a download
+            resolve(model, talk=say)
+        code = supervisor.run()
     if code:
         raise typer.Exit(code)
 

@@ -15,12 +15,12 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ostinato.backends import cards
 from ostinato.backends.base import CHUNK_ROWS, Backend, PromptWeights, Settled, WeightLayout, dtype_of, kv_type_of
 from ostinato.backends.cuda.backend import CUDA
-from ostinato.backends.machine import DeviceKind, Machine
+from ostinato.backends.machine import DeviceKind, Machine, host_bytes
 from ostinato.backends.native.backend import NATIVE
 from ostinato.backends.tape.backend import TAPE
 from ostinato.backends.torch.backend import TORCH, TWIN
@@ -28,7 +28,7 @@ from ostinato.cache.kv_bytes import check_kv_widths, kv_bytes
 from ostinato.engine.cores import default_threads
 from ostinato.engine.known_cards import has_run
 from ostinato.engine.machine import choose_device, machine_at, why_gpu_unused
-from ostinato.engine.memory_plan import LEAST_CONTEXT, MemoryPlan
+from ostinato.engine.memory_plan import LEAST_CONTEXT, USABLE_SHARE, MemoryPlan
 from ostinato.engine.verified import DOUBTED
 from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
 from ostinato.extras import check_extra
@@ -380,6 +380,29 @@ def _kv_bytes(shape: Shape, settled: Settled) -> int:
 
 def gib(n_bytes: int) -> str:
     return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"
+
+
+# Beside other engines
+
+
+class Room(NamedTuple):
+    """What a model would take of a device's memory if it had the device for itself, and what the device has."""
+
+    device: str
+    need_bytes: int
+    usable_bytes: int  # now
+    whole_bytes: int  # usable if no other engine were there
+
+
+def room_for(checkpoint: Checkpoint, shape: Shape, options: LoadOptions) -> Room:
+    """The memory that a model would get alone: context and pages do not depend on which engines run beside it. Refused
+    is what could not even run alone. No weights are read, and nothing is compiled."""
+    machine = machine_at(choose_device(options.device))
+    describe(checkpoint, shape)
+    whole_bytes = machine.total_bytes or max(machine.free_bytes, host_bytes())
+    case = LoadCase(shape, tensors_of(checkpoint), options, replace(machine, free_bytes=whole_bytes))
+    plan = case.plan(fit(decide(case), case, lambda _: None))
+    return Room(machine.device, plan.device_bytes, int(machine.free_bytes * USABLE_SHARE), plan.usable_bytes)
 
 
 # A model that is already in memory

@@ -22,23 +22,24 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledE
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
-from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from ostinato.errors import BadOption
 from ostinato.llm import LLM
-from ostinato.scale import pages
 from ostinato.scale.local import Call, LocalServer
 from ostinato.scale.prefix import keys_of_body
 from ostinato.scale.settings import ScaleOptions
-from ostinato.serve.app import guarded, stream_error
+from ostinato.serve import merged as pages
+from ostinato.serve.app import guarded
 from ostinato.serve.errors import OUR_FAULT, Refusal
+from ostinato.serve.front import FrontService
 from ostinato.serve.log import Record, write_line
 from ostinato.serve.metrics import CONTENT_TYPE
-from ostinato.serve.service import IN_PREPARATION, Service
+from ostinato.serve.relay import Relay
+from ostinato.serve.service import IN_PREPARATION
 from ostinato.serve.settings import ServeOptions
-from ostinato.serve.stream import EVENTS, LINES, json_response, while_connected
+from ostinato.serve.stream import json_response, while_connected
 
 ENGINE: Final = "Engine"
 INGRESS: Final = "Ingress"
@@ -147,20 +148,6 @@ class EngineReplica:
             raise RuntimeError(service.why)
 
 
-class GatewayService(Service):
-    """The server's state for the ingress, which has no model."""
-
-    def __init__(self, options: ServeOptions, most: int) -> None:
-        super().__init__(options, write=_write_refusals)
-        self.most_running *= most
-        self.state, self.why = "ready", ""
-
-    def begin(self) -> None:
-        if self.state != "ready":
-            raise Refusal(503, f"not now: {self.why}; try again later", code="draining")
-        super().begin()
-
-
 def _write_refusals(line: dict[str, Any]) -> None:
     """A request that a replica answered is in that replica's log, under the same id."""
     if line["status"] >= 400:
@@ -172,7 +159,7 @@ class Ingress:
 
     def __init__(self, options: str, scaling: dict[str, Any], engine: DeploymentHandle) -> None:
         given, self._scaling = ServeOptions.from_json(options), ScaleOptions(**scaling)
-        self._front = GatewayService(given, self._scaling.most)
+        self._front = FrontService(given, self._scaling.most, write=_write_refusals)
         self._engine = engine
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -190,7 +177,7 @@ class Ingress:
 class Forwarder:
     """The application behind the ingress's front: forwards to a replica, and answers the pages about all replicas."""
 
-    def __init__(self, front: GatewayService, engine: DeploymentHandle) -> None:
+    def __init__(self, front: FrontService, engine: DeploymentHandle) -> None:
         self._front = front
         self._engine = engine
         self._stream = engine.options(stream=True).answer
@@ -289,39 +276,33 @@ class _Sending:
     """An answer that is forwarded to the client. Its head waits for the first part: until then a retry is possible."""
 
     def __init__(self, send: Send, path: str) -> None:
-        self._send, self._path = send, path
-        self._n_events = 0
+        self._relay = Relay(send, path)
         self._head: tuple[int, list[tuple[bytes, bytes]], str] | None = None
-        self._streams = False
-        self.began = False
+
+    @property
+    def began(self) -> bool:
+        return self._relay.began
 
     async def part(self, part: Any) -> None:
-        if isinstance(part, tuple):
-            if part[0] == 429:
-                raise NoRoom(part[2])
-            self._head = part
+        if not isinstance(part, tuple):
+            await self._begin()
+            await self._relay.part(part)
             return
-        await self._body(part, more=True)
+        if part[0] == 429:
+            raise NoRoom(part[2])
+        self._head = part
 
     async def end(self) -> None:
-        await self._body(b"", more=False)
+        await self._begin()
+        await self._relay.end()
 
     async def fail(self, refusal: Refusal) -> None:
-        """The one error event of an interrupted stream; no `[DONE]` follows."""
-        if self._streams:
-            await self._body(stream_error(self._path, refusal, self._n_events), more=True)
-        await self.end()
+        await self._relay.fail(refusal)
 
-    async def _body(self, body: bytes, *, more: bool) -> None:
+    async def _begin(self) -> None:
         if not self.began:
             assert self._head is not None, "a replica sent a body without a head"
-            status, headers, _ = self._head
-            self.began = True
-            self._streams = Headers(raw=headers).get("content-type", "").startswith((EVENTS, LINES))
-            await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        self._n_events += body.count(b"\n\n")
-        message: Message = {"type": "http.response.body", "body": body, "more_body": more}
-        await self._send(message)
+            await self._relay.begin(*self._head[:2])
 
 
 async def _live(receive: Receive, send: Send) -> None:

@@ -7,7 +7,6 @@ each.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
@@ -18,12 +17,10 @@ from starlette.types import Message
 
 from ostinato.llm import LLM
 from ostinato.serve.app import create_app
-from ostinato.serve.log import Write, new_id, write_line
+from ostinato.serve.log import Write, given_id, write_line
 from ostinato.serve.service import Service
 from ostinato.serve.settings import ServeOptions
 
-# A request that comes through another process keeps the id that it was given there.
-_given_id: Final[contextvars.ContextVar[str | None]] = contextvars.ContextVar("given_id", default=None)
 # Parts of an answer that are passed on at once: its head, its opening, its first token.
 _AT_ONCE: Final = 4
 _JSON: Final = ((b"host", b"localhost"), (b"content-type", b"application/json"))
@@ -50,7 +47,7 @@ class LocalServer:
     def __init__(self, options: ServeOptions, *, write: Write = write_line) -> None:
         # Calls from this process, or from the ingress, are authorised already.
         inside = replace(options, keys=(), no_key=True, cors=(), host="127.0.0.1")
-        self.service = Service(inside, write=write, make_id=lambda: _given_id.get() or new_id())
+        self.service = Service(inside, write=write)
         self._app = create_app(self.service)
 
     async def messages(self, call: Call, gather_s: float = 0.0) -> AsyncGenerator[Message, None]:
@@ -74,7 +71,7 @@ class LocalServer:
             sent.put_nowait(message)
 
         async def run() -> None:
-            _given_id.set(call.id)
+            given_id.set(call.id)
             try:
                 await self._app(_scope(call), receive, send)
             finally:

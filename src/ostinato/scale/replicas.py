@@ -62,8 +62,7 @@ def run_replicas(
             if not start(options, scaling, place, signals):
                 return 0
             signals.starting = False
-            name = options.alias or options.model
-            talk(f"ready: {name} at http://{place} ({replicas} replicas on Ray Serve)")
+            talk(f"ready: {options.names[0][0]} at http://{place} ({replicas} replicas on Ray Serve)")
             _watch(signals)
             _drain(signals, talk)
         finally:

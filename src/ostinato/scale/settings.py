@@ -66,7 +66,7 @@ def from_yaml(settings: dict[str, Any]) -> tuple[ServeOptions, ScaleOptions]:
     scaling = ScaleOptions(**_taken(left, ScaleOptions))
     load = LoadOptions(**_taken(left, LoadOptions))
     # Serve listens at its own address; here `host` only decides whether a key is required, as on the command line.
-    not_here = ("load", "limits", "port")
+    not_here = ("load", "limits", "port", "more_models", "models_max")
     words = _taken(left, ServeOptions, not_here)
     if left:
         known = {each.name for kind in (ScaleOptions, LoadOptions, ServeOptions) for each in dataclasses.fields(kind)}
@@ -74,7 +74,9 @@ def from_yaml(settings: dict[str, Any]) -> tuple[ServeOptions, ScaleOptions]:
         if name in OTHER_ENGINES:
             raise Unsupported(f"args.{name}: {OTHER_ENGINES[name]}")
         raise BadOption(f"args.{name} is not known; known: {listing(name, known - set(not_here))}")
-    for name in ("keys", "cors"):
+    if isinstance(words.get("alias"), str):
+        words["alias"] = [words["alias"]]
+    for name in ("keys", "cors", "alias"):
         if name in words and not isinstance(words[name], list):
             raise BadOption(f"args.{name} must be a list")
         if name in words:

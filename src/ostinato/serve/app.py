@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 
 from ostinato import __version__
 from ostinato.errors import OstinatoError
-from ostinato.serve.body import route_with
+from ostinato.serve.body import Forward, forwarding_route, route_with
 from ostinato.serve.chat import chat, template_text
 from ostinato.serve.completions import complete
 from ostinato.serve.conversation import IGNORED
@@ -32,18 +32,17 @@ from ostinato.serve.embeddings import embed
 from ostinato.serve.errors import RETRY_AFTER_S, Refusal, error_response, refusal_of, uses_anthropic
 from ostinato.serve.gateway import Gateway
 from ostinato.serve.log import Record
-from ostinato.serve.messages import anthropic_error_event, anthropic_model, count_tokens, create_message
+from ostinato.serve.messages import anthropic_model, count_tokens, create_message
 from ostinato.serve.messages_body import CountBody, MessagesBody
 from ostinato.serve.metrics import CONTENT_TYPE
 from ostinato.serve.ollama import chat as ollama_chat
 from ostinato.serve.ollama import embed as ollama_embed
-from ostinato.serve.ollama import generate, old_embed, ollama_error_line
+from ostinato.serve.ollama import generate, old_embed
 from ostinato.serve.ollama_body import EmbedBody, GenerateBody, OldEmbedBody, OllamaChatBody, ShowBody
-from ostinato.serve.ollama_models import NOT_HERE, listed, running, shown, version
+from ostinato.serve.ollama_models import NOT_HERE, shown, version
 from ostinato.serve.rerank import rerank
 from ostinato.serve.responses import delete, input_items, input_tokens, respond, retrieve
 from ostinato.serve.responses_body import ResponsesBody
-from ostinato.serve.responses_output import lost_event
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import (
     ChatBody,
@@ -54,7 +53,8 @@ from ostinato.serve.shapes import (
     TemplateBody,
     TokenizeBody,
 )
-from ostinato.serve.stream import EVENTS, LINES, error_event, json_response
+from ostinato.serve.status import EngineStatus, ModelCard, Status
+from ostinato.serve.stream import EVENTS, LINES, json_response
 
 _HERE: Final = Path(__file__).parent
 _VENDOR: Final = _HERE / "vendor"  # libraries of the page
@@ -137,8 +137,9 @@ _OLLAMA: Final = _responses(400, 404, 408, 413, 415, 429, 503, model=OllamaError
 _OLLAMA_STREAMED: Final = _responses(400, 404, 408, 413, 415, 429, 503, streams=LINES, model=OllamaErrorBody)
 
 
-def create_app(service: Service) -> ASGIApp:
-    """Everything that a client can reach."""
+def create_app(service: Service, *, status: Status | None = None, forward: Forward | None = None) -> ASGIApp:
+    """Everything that a client can reach. `forward`: answers the requests that a model must answer, in place of the
+    endpoints here; `status`: says which models there are, and how they are."""
     app = FastAPI(
         title="Ostinato",
         version=__version__,
@@ -147,11 +148,13 @@ def create_app(service: Service) -> ASGIApp:
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.router.route_class = route_with(parsed, service.in_body_thread)
+    told = status or EngineStatus(service)
+    in_thread = service.in_body_thread
+    app.router.route_class = route_with(parsed, in_thread) if forward is None else forwarding_route(forward)
     _add_answers(app, service)
-    _add_ollama(app, service)
+    _add_ollama(app, service, told)
     _add_texts(app, service)
-    _add_status(app, service)
+    _add_status(app, told)
     _add_pages(app)
     _add_errors(app)
     _describe(app)
@@ -185,8 +188,8 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/responses/input_tokens", tags=["answers"], summary="The size of a response's prompt", responses=_POST
     )
-    async def count_input_tokens(body: ResponsesBody) -> Response:
-        return await input_tokens(service, body)
+    async def count_input_tokens(body: ResponsesBody, request: Request) -> Response:
+        return await input_tokens(service, body, request)
 
     @app.get("/v1/responses/{id}/input_items", tags=["answers"], summary="Its input", responses=_responses(400, 404))
     async def list_input_items(
@@ -230,7 +233,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         return await rerank(service, body, request)
 
 
-def _add_ollama(app: FastAPI, service: Service) -> None:
+def _add_ollama(app: FastAPI, service: Service, status: Status) -> None:
     @app.post("/api/chat", tags=["ollama"], summary="Answer a conversation", responses=_OLLAMA_STREAMED)
     async def api_chat(body: OllamaChatBody, request: Request) -> Response:
         return await ollama_chat(service, body, request)
@@ -254,12 +257,11 @@ def _add_ollama(app: FastAPI, service: Service) -> None:
 
     @app.get("/api/tags", tags=["ollama"], summary="What is served", responses=_OLLAMA_GET)
     async def api_tags() -> Response:
-        return json_response({"models": [await service.in_thread(listed, service)]})
+        return json_response({"models": await status.tags()})
 
     @app.get("/api/ps", tags=["ollama"], summary="What is in memory", responses=_OLLAMA_GET)
     async def api_ps() -> Response:
-        llm = service.model
-        return json_response({"models": [] if llm is None else [await service.in_thread(running, service, llm)]})
+        return json_response({"models": await status.loaded()})
 
     @app.get("/api/version", tags=["ollama"], summary="The version of Ollama's API", responses=_OLLAMA_GET)
     async def api_version() -> Response:
@@ -302,31 +304,30 @@ def _add_texts(app: FastAPI, service: Service) -> None:
         return json_response({"prompt": await service.in_template_thread(template_text, service, llm, body)})
 
 
-def _add_status(app: FastAPI, service: Service) -> None:
-    def model_card(id: str, request: Request) -> dict[str, Any]:
-        llm = service.model
+def _add_status(app: FastAPI, status: Status) -> None:
+    def entry(card: ModelCard, request: Request) -> dict[str, Any]:
         if uses_anthropic(request.scope):
-            return anthropic_model(id, service.started, llm)
-        known = {} if llm is None else {"max_model_len": llm.context}
-        return {"id": id, "object": "model", "created": service.started, "owned_by": "ostinato", **known}
+            return anthropic_model(*card)
+        known = {} if card.context is None else {"max_model_len": card.context}
+        return {"id": card.id, "object": "model", "created": card.created, "owned_by": "ostinato", **known}
 
     @app.get("/models", include_in_schema=False)
     @app.get("/v1/models", tags=["status"], summary="What is served", responses=_GET)
     async def models(request: Request) -> Response:
-        id = service.model_id
-        card = model_card(id, request)
+        cards = status.cards()
+        entries = [entry(card, request) for card in cards]
         if uses_anthropic(request.scope):
-            return json_response({"data": [card], "first_id": id, "last_id": id, "has_more": False})
-        return json_response({"object": "list", "data": [card]})
+            ends = {"first_id": cards[0].id, "last_id": cards[-1].id}
+            return json_response({"data": entries, **ends, "has_more": False})
+        return json_response({"object": "list", "data": entries})
 
     @app.get("/v1/models/{id:path}", tags=["status"], summary="One model", responses=_responses(404))
     async def model(id: str, request: Request) -> Response:
-        service.check_name(id)
-        return json_response(model_card(id, request))
+        return json_response(entry(status.card(id), request))
 
     not_ready: dict[int | str, dict[str, Any]] = {503: {"description": _NOT_READY}}
 
-    def status(facts: dict[str, Any], ready: bool) -> Response:
+    def told(facts: dict[str, Any], ready: bool) -> Response:
         reply = json_response(facts, 200 if ready else 503)
         if not ready:
             reply.headers["retry-after"] = str(RETRY_AFTER_S)
@@ -334,13 +335,13 @@ def _add_status(app: FastAPI, service: Service) -> None:
 
     @app.get("/health", tags=["status"], summary="What runs, and whether it is ready", responses={**_GET, **not_ready})
     async def health() -> Response:
-        facts = service.health()
-        return status(facts, facts["ready"])
+        facts = await status.health()
+        return told(facts, facts["ready"])
 
     @app.get("/ready", tags=["status"], summary="Whether requests are taken", responses={**_GET, **not_ready})
     async def ready() -> Response:
-        ready = service.state == "ready"
-        return status({"ready": ready}, ready)
+        ready = (await status.health())["ready"]
+        return told({"ready": ready}, ready)
 
     @app.get("/live", tags=["status"], summary="Whether the process answers", responses=_GET)
     async def live() -> Response:
@@ -348,25 +349,13 @@ def _add_status(app: FastAPI, service: Service) -> None:
 
     @app.get("/slots", tags=["status"], summary="The requests in slots, KV pages, gaps between tokens", responses=_GET)
     async def slots() -> Response:
-        stats, llm = service.stats(), service.model
-        if stats is None or llm is None:
-            return json_response({"slots": [], "waiting": 0, "gaps": None})
-        return json_response(
-            {
-                "slots": llm.slots(),
-                "waiting": stats.waiting,
-                "gaps": stats.gaps,
-                "pages": {"all": stats.pages, "used": stats.pages_leased, "cached": stats.pages_cached},
-                "tokens": stats.tokens,
-                "steps": stats.steps,
-            }
-        )
+        return json_response(await status.slots())
 
     page: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
     @app.get("/metrics", tags=["status"], summary="For Prometheus", responses={**_GET, **page})
     async def metrics() -> Response:
-        return Response(service.metrics.page(), media_type=CONTENT_TYPE)
+        return Response(await status.metrics(), media_type=CONTENT_TYPE)
 
 
 # Pages
@@ -452,18 +441,6 @@ def _add_errors(app: FastAPI) -> None:
     app.add_exception_handler(Exception, ours)
     for kind in (Refusal, OstinatoError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, refused)
-
-
-def stream_error(path: str, refusal: Refusal, n_events: int) -> bytes:
-    """The last event of a path's stream when the process that made the first `n_events` has died."""
-    match path:
-        case "/v1/responses":
-            return lost_event(refusal, n_events)
-        case "/v1/messages":
-            return anthropic_error_event(refusal)
-        case "/api/chat" | "/api/generate":
-            return ollama_error_line(refusal)
-    return error_event(refusal)
 
 
 def _refusal(request: Request, error: Exception) -> Refusal:

@@ -195,3 +195,19 @@ def route_with(parse: Parse, in_thread: InThread) -> type[APIRoute]:
             return handle_parsed
 
     return BodyRoute
+
+
+# Not parsed
+
+
+Forward = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+def forwarding_route(forward: Forward) -> type[APIRoute]:
+    """A FastAPI route that hands requests with a body to `forward` unparsed; others are answered by their endpoint."""
+
+    class ForwardingRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            return super().get_route_handler() if self.body_field is None else forward
+
+    return ForwardingRoute

@@ -91,7 +91,9 @@ class Gateway:
             return
         client = scope.get("client")
         record = Record(self._service.make_id(), scope["method"], scope["path"], client[0] if client else None)
-        scope.setdefault("state", {})["record"] = record
+        state = scope.setdefault("state", {})
+        record.told_elsewhere = state.get("told_elsewhere")
+        state["record"] = record
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # the server that holds the connection sends no body to a HEAD
 
@@ -181,6 +183,8 @@ class Gateway:
         await error_response(refusal, scope, headers)(scope, receive, send)
 
     def _tell(self, scope: Scope, record: Record) -> None:
+        if record.told_elsewhere:
+            return
         route = scope.get("route")
         path = getattr(route, "path", None) or "other"
         metrics = self._service.metrics

@@ -11,13 +11,17 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
+
+# A request that comes through another process keeps the id that it was given there.
+given_id: Final[ContextVar[str | None]] = ContextVar("given_id", default=None)
 
 
 def new_id() -> str:
-    return secrets.token_hex(12)
+    return given_id.get() or secrets.token_hex(12)
 
 
 @dataclass(slots=True)
@@ -39,6 +43,7 @@ class Record:
     error: str | None = None
     prompt: Any = None
     answer: Any = None
+    told_elsewhere: bool | None = None  # the process that answered has it in its log
 
     @property
     def ended_as(self) -> str:

@@ -228,9 +228,8 @@ def anthropic_error_event(refusal: Refusal) -> bytes:
 # Models
 
 
-def anthropic_model(id: str, created: int, llm: LLM | None) -> dict[str, Any]:
+def anthropic_model(id: str, created: int, context: int | None) -> dict[str, Any]:
     """A model in Anthropic's form."""
-    context = None if llm is None else llm.context
     return {
         "type": "model",
         "id": id,

@@ -5,7 +5,7 @@ Names and meanings are listed in docs/serving.md. No label or value contains any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -61,28 +61,33 @@ class EngineCounts(Collector):
 class Metrics:
     """All metrics, in a registry of their own."""
 
-    def __init__(self, stats: Callable[[], Stats | None], restarts: Mapping[str, int]) -> None:
-        """`restarts`: how often a worker before this one ended, by reason."""
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(EngineCounts(stats))
+    def __init__(self, stats: Callable[[], Stats | None] | None) -> None:
+        """`stats`: None in a process without an engine, whose page has no tokens."""
+        page = self._registry = CollectorRegistry(auto_describe=False)
+        tokens_page = None if stats is None else page
+        if stats is not None:
+            page.register(EngineCounts(stats))
 
-        def counter(name: str, words: str, *labels: str) -> Counter:
-            return Counter(f"ostinato_{name}", words, labels, registry=self._registry)
+        def counter(name: str, words: str) -> Counter:
+            return Counter(f"ostinato_{name}", words, registry=tokens_page)
 
         def histogram(name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"ostinato_{name}", words, registry=self._registry, buckets=buckets)
+            return Histogram(f"ostinato_{name}", words, registry=tokens_page, buckets=buckets)
 
-        self.requests = counter("requests", "Requests by path and outcome.", "path", "outcome")
+        labels = ("path", "outcome")
+        self.requests = Counter("ostinato_requests", "Requests by path and outcome.", labels, registry=page)
+        whole = "From a request's first byte to its answer's last."
+        self.duration = Histogram("ostinato_request_seconds", whole, registry=page, buckets=_SECONDS)
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self.tokens = counter("generated_tokens", "Tokens of answers.")
         self.host_seconds = counter("host_token_seconds", "The server's own time with tokens of answers.")
         self.wait = histogram("time_in_queue_seconds", "From the request to the start of its prompt.", _SECONDS)
         self.first_token = histogram("time_to_first_token_seconds", "From asking to the first token.", _SECONDS)
         self.gap = histogram("token_gap_seconds", "Between two tokens of an answer, by the device's clock.", _GAPS)
-        self.duration = histogram("request_seconds", "From a request's first byte to its answer's last.", _SECONDS)
-        self.restarts = counter("worker_restarts", "Workers that ended and were replaced, by reason.", "reason")
-        for reason, n in restarts.items():
-            self.restarts.labels(reason).inc(n)
+
+    def register(self, more: Collector) -> None:
+        """Add further metrics to the page."""
+        self._registry.register(more)
 
     def page(self) -> bytes:
         """All metrics in Prometheus' text format."""

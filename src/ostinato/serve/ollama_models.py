@@ -15,11 +15,15 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ostinato import __version__
+from ostinato.errors import OstinatoError
 from ostinato.files.checkpoint import open_checkpoint
+from ostinato.files.store import find, is_name
 from ostinato.llm import LLM
+from ostinato.models.registry import family_of
 from ostinato.other_engines import OTHER_VERBS
 from ostinato.serve.ollama import timestamp
-from ostinato.serve.service import LATEST, Service
+from ostinato.serve.service import Service
+from ostinato.serve.settings import LATEST
 
 API_VERSION: Final = "0.32.15"  # of Ollama, whose API this is: clients compare it with what they need
 _NEVER: Final = "9999-12-31T23:59:59Z"  # when the model leaves the memory
@@ -46,6 +50,7 @@ class ModelFile:
     """What the headers of a model's files say."""
 
     format: str
+    family: str
     n_parameters: int
     n_bytes: int
     type: str  # that most bytes of its weights have
@@ -64,6 +69,7 @@ def model_file(path: Path) -> ModelFile:
         license = checkpoint.metadata.get("general.license")
         return ModelFile(
             checkpoint.format,
+            family_of(checkpoint).name,
             sum(tensor.n_elements for tensor in tensors),
             sizes.total(),
             sizes.most_common(1)[0][0] if sizes else "",
@@ -87,6 +93,23 @@ def listed(service: Service) -> dict[str, Any]:
     return {**_names(service), **facts, "capabilities": _capabilities(service, llm)}
 
 
+def listed_file(id: str, model: str, started: int) -> dict[str, Any]:
+    """A model in `GET /api/tags` that has not been loaded yet: what the headers of its files say."""
+    names = _tagged(id)
+    stored = find(model) if is_name(model) else None
+    try:
+        file = model_file(Path(model).expanduser() if stored is None else stored.path)
+    except (OstinatoError, OSError):
+        return {**names, "modified_at": timestamp(started), "size": 0, "digest": "", "details": {}}
+    return {
+        **names,
+        "modified_at": timestamp(file.modified),
+        "size": file.n_bytes,
+        "digest": "",
+        "details": _details(file.family, file),
+    }
+
+
 def running(service: Service, llm: LLM) -> dict[str, Any]:
     """The model in `GET /api/ps`."""
     facts = _sizes(service, llm, model_file(llm.path))
@@ -104,7 +127,7 @@ def shown(service: Service, llm: LLM) -> dict[str, Any]:
         "modelfile": "\n".join([f"FROM {service.model_id}", *(f"PARAMETER {one}" for one in parameters)]) + "\n",
         "parameters": "\n".join(parameters),
         "template": "" if llm.template is None else llm.template.source,
-        "details": _details(llm, file),
+        "details": _details(llm.shape.family, file),
         "model_info": _info(llm, file),
         "capabilities": _capabilities(service, llm),
         "modified_at": timestamp(file.modified),
@@ -113,7 +136,10 @@ def shown(service: Service, llm: LLM) -> dict[str, Any]:
 
 
 def _names(service: Service) -> dict[str, Any]:
-    id = service.model_id
+    return _tagged(service.model_id)
+
+
+def _tagged(id: str) -> dict[str, Any]:
     tagged = id if ":" in id else id + LATEST
     return {"name": tagged, "model": tagged}
 
@@ -121,11 +147,10 @@ def _names(service: Service) -> dict[str, Any]:
 def _sizes(service: Service, llm: LLM, file: ModelFile) -> dict[str, Any]:
     # Hashing a large model's files takes a while after the start; then there is a digest.
     digest = llm.fingerprint() if service.has_sum.is_set() else ""
-    return {"size": file.n_bytes, "digest": digest, "details": _details(llm, file)}
+    return {"size": file.n_bytes, "digest": digest, "details": _details(llm.shape.family, file)}
 
 
-def _details(llm: LLM, file: ModelFile) -> dict[str, Any]:
-    family = llm.shape.family
+def _details(family: str, file: ModelFile) -> dict[str, Any]:
     return {
         "parent_model": "",
         "format": file.format,

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,7 +28,8 @@ from ostinato.serve.conversation import (
 )
 from ostinato.serve.errors import Refusal, renamed
 from ostinato.serve.log import Record
-from ostinato.serve.response_store import KeptResponse, ResponseStore
+from ostinato.serve.response_keeper import Continued, ResponseKeeper
+from ostinato.serve.response_store import KeptResponse
 from ostinato.serve.responses_body import (
     ENCRYPTED,
     AllowedTools,
@@ -53,7 +53,7 @@ from ostinato.serve.responses_output import NewItem
 from ostinato.serve.sealed import sealed
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import JsonFormat
-from ostinato.serve.stream import EventStream, at_once, encode, formatted, json_response, named_event
+from ostinato.serve.stream import EventStream, at_once, formatted, json_response, named_event
 from ostinato.text.tools import Tool, ToolChoice, allowed, read_choice, read_tools
 
 NOT_KEPT: Final = (
@@ -62,15 +62,14 @@ NOT_KEPT: Final = (
 _NAMES: Final = FieldNames("input", "text.format")
 # Messages are numbered otherwise than the items that they are made of: an error names only the field.
 _PARAMS: Final = {"messages": "input", "prompt": "input", "response_format": "text.format"}
-_ITEM: Final[TypeAdapter[Item]] = TypeAdapter(Item)
 
 
 async def respond(service: Service, body: ResponsesBody, request: Request) -> Response:
     """Answer with a response."""
     record: Record = request.state.record
     llm = service.llm(body.model)
-    previous = _previous(service, body)
-    items = [_resolved(service.responses, item) for item in body.items]
+    previous = await _previous(service, body, record.id)
+    items = [await _resolved(service.keeper, item) for item in body.items]
     with renamed(_PARAMS):
         asked = await service.in_thread(translated, llm, body, previous, items)
         submit = submitted_in_room if body.truncation == "auto" else submitted
@@ -90,31 +89,31 @@ async def respond(service: Service, body: ResponsesBody, request: Request) -> Re
 # Before
 
 
-def _previous(service: Service, body: ResponsesBody) -> KeptResponse | None:
-    """The response that this one continues."""
-    id, store = body.previous_response_id, service.responses
-    if store is None:
+async def _previous(service: Service, body: ResponsesBody, request: str) -> Continued | None:
+    """The conversation that this response continues. `request`: its id."""
+    id, keeper = body.previous_response_id, service.keeper
+    if keeper is None:
         for name in ("store", "previous_response_id"):
             if getattr(body, name):
                 raise Refusal(400, f"{name} is given, and {NOT_KEPT}", param=name)
-    if id is None or store is None:
+    if id is None or keeper is None:
         return None
-    found = store.get(id)
+    found = await keeper.continued(request, id)
     if found is None:
         message = f"previous_response_id: there is no response {id!r} here; {_why_gone(service)}"
         raise Refusal(400, message, param="previous_response_id", code="previous_response_not_found")
     return found
 
 
-def _resolved(store: ResponseStore | None, item: Item) -> Item:
+async def _resolved(keeper: ResponseKeeper | None, item: Item) -> Item:
     """An item; for a reference, the one that it names."""
     if not isinstance(item, ReferenceItem):
         return item
-    if store is None:
+    if keeper is None:
         raise Refusal(400, f"the input refers to the item {item.id!r}, and {NOT_KEPT}", param="input")
-    found = store.item(item.id)
+    found = await keeper.item(item.id)
     if found is None:
-        message = f"the input refers to the item {item.id!r}, and no kept response has an output item of this id"
+        message = f"the input refers to the item {item.id!r}, and no kept response has an item of this id"
         raise Refusal(404, message, param="input")
     return found
 
@@ -128,17 +127,15 @@ class Translated:
         items: of the body.
         offered: the tools that can be called.
         ignored: names what of the body has no effect.
-        n_bytes: of the items.
     """
 
     conversation: ChatRequest
     items: Sequence[Item]
     offered: Sequence[FunctionTool | NamespaceTool]
     ignored: Sequence[str]
-    n_bytes: int
 
 
-def translated(llm: LLM, body: ResponsesBody, previous: KeptResponse | None, items: Sequence[Item]) -> Translated:
+def translated(llm: LLM, body: ResponsesBody, previous: Continued | None, items: Sequence[Item]) -> Translated:
     """The body, checked."""
     if not items and previous is None:
         raise Refusal(400, "input is missing, and it is required here", param="input")
@@ -157,7 +154,7 @@ def translated(llm: LLM, body: ResponsesBody, previous: KeptResponse | None, ite
         known = verbosity_options(llm.template, body.text.verbosity)
         options = options | (known or {})
         ignored += ["text.verbosity"] if known is None else []
-    before = [] if previous is None else previous.conversation()
+    before = [] if previous is None else list(previous.items)
     if body.instructions is not None:
         before = [MessageItem(role="system", content=body.instructions), *before]
     asked = ChatRequest(
@@ -169,8 +166,7 @@ def translated(llm: LLM, body: ResponsesBody, previous: KeptResponse | None, ite
         template_options={**options, **(body.chat_template_kwargs or {})},
         names=_NAMES,
     )
-    n_bytes = sum(len(encode(item.model_dump())) for item in items)
-    return Translated(asked, items, offered, ignored, n_bytes)
+    return Translated(asked, items, offered, ignored)
 
 
 def _tools(body: ResponsesBody, functions: Sequence[FunctionTool]) -> tuple[tuple[Tool, ...], ToolChoice]:
@@ -201,14 +197,14 @@ class ResponseReply:
         service: Service,
         body: ResponsesBody,
         asked: Translated,
-        previous: KeptResponse | None,
+        previous: Continued | None,
         answers: Answers,
         output: AnswerParts,
         record: Record,
     ) -> None:
         self._service, self._body, self._asked, self._previous = service, body, asked, previous
         self._answers, self._output, self._record = answers, output, record
-        self._keeps = service.responses if body.store is not False else None
+        self._keeper = service.keeper if body.store is not False else None
         self._head = self._begun(int(service.clock()))
         self._n_events = 0
 
@@ -258,10 +254,9 @@ class ResponseReply:
             "usage": self._usage(),
             **await self._answers.extras(),
         }
-        if self._keeps is not None:
-            n_bytes = self._asked.n_bytes + len(encode(response))
-            output = [_ITEM.validate_python(item) for item in response["output"]]
-            self._keeps.add(KeptResponse(response, self._asked.items, output, self._previous, n_bytes))
+        if self._keeper is not None:
+            kept = await self._keeper.keep(self._record.id, response, self._asked.items, self._previous)
+            response["store"] = kept  # one that is too large is not kept
         return response
 
     def _usage(self) -> dict[str, Any]:
@@ -301,7 +296,7 @@ class ResponseReply:
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
             "service_tier": "default",
-            "store": self._keeps is not None,
+            "store": self._keeper is not None,
             "temperature": body.temperature,
             "text": {"format": shape, "verbosity": (text and text.verbosity) or "medium"},
             "tool_choice": _echoed(body.tool_choice),
@@ -324,8 +319,8 @@ def _echoed(choice: ChoiceOfTool | None) -> Any:
 def _why_gone(service: Service) -> str:
     options = service.options
     return (
-        f"the last {options.n_kept_responses} are kept for {options.keep_responses_s:.0f} s, in the memory of the "
-        "process that answered, unless store is false"
+        f"the last {options.n_kept_responses} are kept for {options.keep_responses_s:.0f} s, in the server's memory, "
+        "unless store is false"
     )
 
 
@@ -371,11 +366,12 @@ def input_items(service: Service, id: str, limit: int, order: str, after: str | 
     )
 
 
-async def input_tokens(service: Service, body: ResponsesBody) -> Response:
+async def input_tokens(service: Service, body: ResponsesBody, request: Request) -> Response:
     """`POST /v1/responses/input_tokens`: how many tokens the prompt of a response would have."""
     llm = service.llm(body.model)
-    previous = _previous(service, body)
-    items = [_resolved(service.responses, item) for item in body.items]
+    record: Record = request.state.record
+    previous = await _previous(service, body, record.id)
+    items = [await _resolved(service.keeper, item) for item in body.items]
     with renamed(_PARAMS):
         asked = (await service.in_thread(translated, llm, body, previous, items)).conversation
         n_tokens = await n_prompt_tokens(service, llm, asked)

@@ -395,10 +395,15 @@ def reasoning_of(item: ReasoningItem) -> str:
 # Back to a client
 
 
+def input_id(response: str, index: int) -> str:
+    """The id of an item of a response's input that was sent without one."""
+    return f"{response}_{index}"
+
+
 def listed(items: Sequence[Item], prefix: str) -> list[dict[str, Any]]:
     """Items as a client gets them: each with an id, made from `prefix` where it was sent without one."""
     return [
-        {**_sent_back(item), "id": item.id or f"{prefix}_{index}", "status": "completed"}
+        {**_sent_back(item), "id": item.id or input_id(prefix, index), "status": "completed"}
         for index, item in enumerate(items)
     ]
 

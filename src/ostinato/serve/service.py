@@ -9,10 +9,9 @@ import asyncio
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from ostinato import __version__
@@ -23,8 +22,9 @@ from ostinato.llm import LLM
 from ostinato.serve.errors import TOO_LONG, Refusal
 from ostinato.serve.log import Write, new_id, write_line
 from ostinato.serve.metrics import Metrics
+from ostinato.serve.response_keeper import LocalKeeper, ResponseKeeper
 from ostinato.serve.response_store import ResponseStore
-from ostinato.serve.settings import ServeOptions
+from ostinato.serve.settings import LATEST, ServeOptions
 from ostinato.text.reasoning import Reasoning
 from ostinato.text.tools import ToolFormat
 
@@ -33,7 +33,6 @@ T = TypeVar("T")
 
 # Requests beyond slots and queue: their prompts are being prepared.
 IN_PREPARATION: Final = 64
-LATEST: Final = ":latest"  # Ollama's clients add it to a name that has no tag
 _PROMPT_THREADS: Final = 4
 _BESIDE_THREADS: Final = 4
 
@@ -45,18 +44,17 @@ class Service:
         self,
         options: ServeOptions,
         *,
-        restarts: Mapping[str, int] | None = None,
+        keeper: ResponseKeeper | None = None,
         write: Write = write_line,
         make_id: Callable[[], str] = new_id,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.options, self.limits = options, options.limits
-        self.restarts = dict(restarts or {})
         self.write, self.make_id, self.clock = write, make_id, clock
         self.state: ServiceState = "loading"
         self.why = "the model is being loaded"
         self.started = int(clock())
-        self.metrics = Metrics(self.stats, self.restarts)
+        self.metrics = Metrics(self.stats)
         self.n_running = 0  # requests that are being answered
         self.most_running = options.load.slots + options.load.queue + IN_PREPARATION
         self.idle = asyncio.Event()
@@ -67,6 +65,7 @@ class Service:
         self.model: LLM | None = None  # in any state
         most, age_s = options.n_kept_responses, options.keep_responses_s
         self.responses = ResponseStore(most, options.limits.kept_bytes, age_s) if most else None
+        self.keeper = keeper or (None if self.responses is None else LocalKeeper(self.responses))
         # Bodies are parsed one at a time, never behind a long prompt or grammar.
         self._body_thread = ThreadPoolExecutor(1, "ostinato-body")
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "ostinato-prompt")
@@ -76,7 +75,7 @@ class Service:
         self._beside_threads = ThreadPoolExecutor(_BESIDE_THREADS, "ostinato-beside")
         self._n_beside = 0
         self._dispatcher: TokenDispatcher | None = None
-        self.model_id = options.alias or name_of(options.model)
+        self.model_ids = options.names[0]  # every name by which a request may call the model; the first is its own
 
     # Life
 
@@ -139,6 +138,8 @@ class Service:
 
     def check_name(self, model: str) -> None:
         """Refuse a name that is not the model's."""
+        if self.options.any_model:
+            return
         if model not in self.model_ids and model.removesuffix(LATEST) not in self.model_ids:
             message = f"the model {model!r} is not served here; {self.model_id!r} is"
             raise Refusal(404, message, param="model", code="model_not_found")
@@ -156,10 +157,8 @@ class Service:
             )
 
     @property
-    def model_ids(self) -> tuple[str, ...]:
-        """Every name by which a request may call the model; the first is its own."""
-        given, short = self.options.model, name_of(self.options.model)
-        return tuple(dict.fromkeys((self.model_id, *(() if self.options.alias else (given, short)))))
+    def model_id(self) -> str:
+        return self.model_ids[0]
 
     def begin(self) -> None:
         """Begin to answer a request; the caller must `end` it."""
@@ -220,7 +219,6 @@ class Service:
             "why": self.why or None,
             "model": self.model_id,
             "version": __version__,
-            "restarts": self.restarts,
             **({"scripted": True} if self.options.script else {}),
         }
         if llm is None:
@@ -262,14 +260,3 @@ async def _each(threads: ThreadPoolExecutor, parts: Generator[T, None, None]) ->
         return await asyncio.get_running_loop().run_in_executor(threads, make)
     finally:
         abandoned.set()
-
-
-def name_of(model: str) -> str:
-    """The name of a model without an alias: its own, or its file's without folder and suffix.
-
-    >>> name_of("smollm2"), name_of("/models/Qwen3-0.6B.gguf"), name_of("hf:owner/repo/file.gguf")
-    ('smollm2', 'Qwen3-0.6B', 'hf:owner/repo/file.gguf')
-    """
-    if ":" in model or not ("/" in model or model.endswith(".gguf")):
-        return model
-    return Path(model).name.removesuffix(".gguf") or model

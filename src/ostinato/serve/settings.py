@@ -8,7 +8,10 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
 from ostinato.errors import BadOption
@@ -20,6 +23,7 @@ DEFAULT_PORT: Final = 8000
 SHORTEST_KEY: Final = 8
 KEPT_RESPONSES: Final = 1000
 KEPT_S: Final = 86_400.0
+LATEST: Final = ":latest"  # Ollama's clients add it to a name that has no tag
 
 _KEY: Final = re.compile(r"[\x21-\x7e]+")
 _ORIGIN: Final = re.compile(r"https?://[^/\s]+|\*|null")
@@ -54,11 +58,15 @@ class ServeOptions:
     '127.0.0.1'
 
     Attributes:
-        model: a file, a folder or a name, as for `LLM`.
-        load: how it is loaded.
+        model: a file, a folder or a name, as for `LLM`. It is loaded at the start, and answers requests that name none.
+        more_models: further ones, each loaded when a request first names it.
+        load: how they are loaded.
         host: the address to listen at; one that other machines can reach needs a key, or `no_key`.
         port: 0 takes a free one.
-        alias: what clients call the model; None is `model`.
+        alias: what clients call a model: `NAME` is the first one's, `NAME=MODEL` that of another. A model without an
+            alias is called as it was given, and by the name of its file.
+        any_model: a name that is not served means the first model.
+        models_max: how many models may be in memory at once; None is as many as fit.
         keys: API keys of at least 8 visible ASCII characters; any of them opens the server.
         no_key: serve without a key on any address.
         cors: origins whose pages may use the server; `*` is every origin.
@@ -76,7 +84,10 @@ class ServeOptions:
     load: LoadOptions = field(default_factory=LoadOptions)
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
-    alias: str | None = None
+    more_models: tuple[str, ...] = ()
+    alias: tuple[str, ...] = ()
+    any_model: bool = False
+    models_max: int | None = None
     keys: tuple[str, ...] = ()
     no_key: bool = False
     cors: tuple[str, ...] = ()
@@ -93,8 +104,9 @@ class ServeOptions:
             raise BadOption(f"--keep-responses is {self.keep_responses}; it must be 0 or more (0 keeps none)")
         if not 0 < self.keep_responses_s < float("inf"):
             raise BadOption(f"--keep-responses-s is {self.keep_responses_s}; it must be a number of seconds above 0")
-        if self.alias == "":
-            raise BadOption("--alias is empty; it must be what clients call the model")
+        if self.models_max is not None and self.models_max < 1:
+            raise BadOption(f"--models-max is {self.models_max}; it must be a whole number from 1")
+        check_names(self.names)
         for key in self.keys:
             if not _KEY.fullmatch(key) or len(key) < SHORTEST_KEY:
                 raise BadOption(
@@ -115,6 +127,39 @@ class ServeOptions:
             )
 
     @property
+    def models(self) -> tuple[str, ...]:
+        """All models, the first one first."""
+        return (self.model, *self.more_models)
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        """What clients may call each of the models; the first name is the model's id.
+
+        >>> ServeOptions("a.gguf", more_models=("b.gguf",), alias=("x=b", "y=b")).names
+        (('a', 'a.gguf'), ('x', 'y'))
+        """
+        given: list[list[str]] = [[] for _ in self.models]
+        for alias in self.alias:
+            index, name = _aliased(alias, self.models)
+            given[index].append(name)
+        own = [(name_of(model), model) for model in self.models]
+        return tuple(tuple(dict.fromkeys(names or own[index])) for index, names in enumerate(given))
+
+    def of_engine(self, index: int) -> ServeOptions:
+        """The settings of one model's process: the front has checked keys, hosts and names already."""
+        return replace(
+            self,
+            model=self.models[index],
+            more_models=(),
+            alias=self.names[index],
+            any_model=True,
+            keys=(),
+            no_key=True,
+            cors=(),
+            host=DEFAULT_HOST,
+        )
+
+    @property
     def n_kept_responses(self) -> int:
         return KEPT_RESPONSES if self.keep_responses is None else self.keep_responses
 
@@ -127,7 +172,37 @@ class ServeOptions:
         words["load"] = LoadOptions(**words["load"])
         words["limits"] = ServeLimits(**words["limits"])
         words["script"] = tuple(ScriptedAnswer(**one) for one in words["script"])
-        return cls(**{**words, "keys": tuple(words["keys"]), "cors": tuple(words["cors"])})
+        several = ("keys", "cors", "alias", "more_models")
+        return cls(**{**words, **{name: tuple(words[name]) for name in several}})
+
+
+def _aliased(alias: str, models: Sequence[str]) -> tuple[int, str]:
+    """The index of the model that an alias is for, and the name that it gives."""
+    name, equals, model = alias.partition("=")
+    for index, given in enumerate(models):
+        if equals and model in (given, name_of(given)):
+            return index, name
+    return 0, alias
+
+
+def check_names(names: Sequence[Sequence[str]]) -> None:
+    """Refuse an empty name, and one that two models have."""
+    counts = Counter(name for some in names for name in some)
+    if "" in counts:
+        raise BadOption("--alias is empty; it must be what clients call the model")
+    if twice := [name for name, n in counts.items() if n > 1]:
+        raise BadOption(f"two models are called {twice[0]!r}; give one of them another name, with --alias NAME=MODEL")
+
+
+def name_of(model: str) -> str:
+    """The name of a model without an alias: its own, or its file's without folder and suffix.
+
+    >>> name_of("smollm2"), name_of("/models/Qwen3-0.6B.gguf"), name_of("hf:owner/repo/file.gguf")
+    ('smollm2', 'Qwen3-0.6B', 'hf:owner/repo/file.gguf')
+    """
+    if ":" in model or not ("/" in model or model.endswith(".gguf")):
+        return model
+    return Path(model).name.removesuffix(".gguf") or model
 
 
 def is_loopback(host: str) -> bool:

@@ -1,8 +1,9 @@
-"""The supervisor: it holds the listening socket, starts a worker, and starts the next when one dies.
+"""The supervisor: it holds the sockets, starts the front and a worker for each model, and the next when one dies.
 
-It imports neither torch nor a web server, so that it starts at once and has little that can fail. A worker that
-refuses its settings is not restarted; after several early deaths in a row the supervisor gives up; a worker without
-heartbeats hangs, and is killed. SIGTERM and Ctrl-C drain; a second signal stops.
+It imports neither torch nor a web server, so that it starts at once and has little that can fail. It loads the first
+model at once, the others when the front says so. A worker that refuses its model is not restarted; after several early
+deaths in a row the supervisor gives up; a process without heartbeats hangs, and is killed. SIGTERM and Ctrl-C drain; a
+second signal stops.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import selectors
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any, Final
 
 from ostinato.errors import BadInput
@@ -25,6 +28,7 @@ from ostinato.processes import python_command
 from ostinato.serve.settings import ServeOptions
 
 WORKER: Final = tuple(python_command("-m", "ostinato.serve.worker"))
+FRONT: Final = tuple(python_command("-m", "ostinato.serve.front"))
 BACKLOG: Final = 1024
 YOUNG_S: Final = 20.0  # a death within this time after the start is an early one
 MOST_YOUNG_DEATHS: Final = 5
@@ -33,6 +37,9 @@ START_S: Final = 600.0  # to a worker's first event: Python and torch may load f
 SILENT_S: Final = 60.0  # without a heartbeat, which a worker sends every second
 _LOOK_S: Final = 0.5
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_LONGEST_PATH: Final = 100  # of a socket, which is shorter than that of a file; on some systems 103 bytes
+
+Event = dict[str, Any]
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -56,21 +63,139 @@ def _listening(host: str, port: int) -> socket.socket:
     return made
 
 
+class Child:
+    """A process that the supervisor has started: its pipe of events, and what it has told."""
+
+    def __init__(self, command: Sequence[str], given: Mapping[str, Any], sockets: Mapping[str, socket.socket]) -> None:
+        """`given`: its settings. `sockets`: those that it serves, by the names that they have in its settings."""
+        self.events, writing = os.pipe()
+        fds = {name: one.fileno() for name, one in sockets.items()} | {"events": writing}
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            pass_fds=tuple(fds.values()),
+            start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor, which passes it on
+        )
+        os.close(writing)
+        self.started = time.monotonic()
+        self.was_ready = self.refused = False
+        # The name of the reason and its sentence; None if only the exit code is known.
+        self.died_of: tuple[str, str] | None = None
+        self._heard = b""
+        self._patience_s = START_S
+        self._silent_s = 0.0
+        self._give({**given, **fds})
+
+    def _give(self, settings: Mapping[str, Any]) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # its end is noticed by its pipe of events
+            self.process.stdin.write(json.dumps(settings).encode() + b"\n")
+            self.process.stdin.flush()
+        os.set_blocking(self.process.stdin.fileno(), False)
+
+    def tell(self, command: Mapping[str, Any]) -> None:
+        """Write a line to its standard input. A process that does not read hangs, and is killed."""
+        assert self.process.stdin is not None
+        line = json.dumps(command).encode() + b"\n"
+        with suppress(BrokenPipeError):
+            try:
+                if os.write(self.process.stdin.fileno(), line) < len(line):
+                    self.kill("it read no commands")
+            except BlockingIOError:
+                self.kill("it read no commands")
+
+    def read(self, silent_s: float) -> list[Event] | None:
+        """The events that have arrived; None at the end of the pipe. From now on it may be silent for `silent_s`."""
+        part = os.read(self.events, 65_536)
+        if not part:
+            return None
+        self._silent_s, self._patience_s = 0.0, silent_s
+        *lines, self._heard = (self._heard + part).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def was_silent(self, seconds: float) -> None:
+        """Count time without an event. Kill a process that hangs."""
+        self._silent_s += seconds
+        if self._silent_s >= self._patience_s:
+            self._silent_s = 0.0
+            self.kill(f"it said nothing for {self._patience_s:.0f} s")
+
+    def kill(self, why: str) -> None:
+        self.died_of = "hang", why
+        self.process.kill()
+
+    def terminate(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+
+    def end(self) -> int:
+        """Wait for its end, or bring it about; return the exit code."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(KILL_S)
+        self.close()
+        return int(self.process.returncode)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.events)
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.close()
+
+
+class Kept:
+    """A process that is kept running, or started on demand: the present one, and how those before it ended."""
+
+    def __init__(self, name: str, start: Callable[[], Child]) -> None:
+        self.name, self._start = name, start
+        self.child: Child | None = None
+        self.restarts: Counter[str] = Counter()
+        self.young_deaths = 0
+        self.ends = False  # it has been told to end
+        self.told: list[Event] = []  # of a worker: what a new front must know
+
+    def start(self) -> Child:
+        self.ends = False
+        self.child = self._start()
+        return self.child
+
+    def count_death(self, child: Child, kind: str) -> bool:
+        """Count an unexpected end; False after too many early ones in a row."""
+        self.restarts[kind] += 1
+        self.young_deaths = self.young_deaths + 1 if time.monotonic() - child.started < YOUNG_S else 0
+        if self.young_deaths < MOST_YOUNG_DEATHS:
+            return True
+        self.young_deaths = 0
+        return False
+
+
 class Supervisor:
-    """Runs one server. `command` starts a worker; one without a heartbeat for `silent_s` counts as hanging."""
+    """Runs one server. `command` starts a worker; a process without a heartbeat for `silent_s` counts as hanging."""
 
     def __init__(
-        self, options: ServeOptions, talk: Talk, *, command: Sequence[str] = WORKER, silent_s: float = SILENT_S
+        self,
+        options: ServeOptions,
+        talk: Talk,
+        *,
+        command: Sequence[str] = WORKER,
+        front: Sequence[str] = FRONT,
+        silent_s: float = SILENT_S,
     ) -> None:
-        self._options, self._talk, self._command, self._silent_s = options, talk, command, silent_s
+        self._options, self._talk, self._silent_s = options, talk, silent_s
+        self._command, self._front_command = command, front
         self._listening = listen(options.host, options.port)
-        self._restarts: Counter[str] = Counter()
+        self._front = Kept("the front", self._start_front)
+        self._workers = [
+            Kept(names[0], lambda index=index: self._start_worker(index))  # type: ignore[misc]  # bound at once
+            for index, names in enumerate(options.names)
+        ]
+        self._sockets: dict[str, socket.socket] = {}
         self._n_signals = 0
         self._stopped_at = 0.0
-        self._worker: subprocess.Popen[bytes] | None = None
-        # The name of the reason and its sentence; None if only the exit code is known.
-        self._died_of: tuple[str, str] | None = None
-        self._was_ready = self._refused = False
+        self._told_address = False
+        self._code: int | None = None
 
     @property
     def url(self) -> str:
@@ -81,136 +206,248 @@ class Supervisor:
     def run(self) -> int:
         """Run until the end and return the exit code. Handles the process's signals meanwhile."""
         before = {number: signal.signal(number, self._signalled) for number in _SIGNALS}
-        try:
-            return self._run()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            self._end_worker()
-            self._listening.close()
+        with ExitStack() as open_here:
+            open_here.callback(self._listening.close)
+            self._sockets = private_sockets(len(self._workers), open_here)
+            try:
+                return self._run()
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+                for kept in self._all():
+                    if kept.child is not None:
+                        kept.child.close()
+
+    def _all(self) -> list[Kept]:
+        return [self._front, *self._workers]
 
     def _run(self) -> int:
-        self._talk(f"listening at {self.url}; loading {self._options.model}")
-        young_deaths = 0
-        while True:
-            started = time.monotonic()
-            code = self._one_worker()
-            if self._n_signals or code == 0:
-                return code if code > 0 else 0
-            kind, reason = self._died_of or ("crash", _cause_of(code))
-            if not self._was_ready and not self._restarts:
-                if not self._refused:
-                    self._talk(f"error: the worker ended before the model was loaded: {reason}")
-                return code if code > 0 else 3
-            young_deaths = young_deaths + 1 if time.monotonic() - started < YOUNG_S else 0
-            self._restarts[kind] += 1
-            if young_deaths >= MOST_YOUNG_DEATHS:
-                self._talk(f"error: the worker died {young_deaths} times in a row, last of: {reason}; giving up")
-                return 3
-            self._talk(f"the worker ended: {reason}; starting another")
+        self._front.start()
+        self._workers[0].start()
+        self._tell_front({"event": "starting", "model": 0})
+        if self._n_signals and self._front.child is not None:
+            self._front.child.terminate()  # the signal came while there was no process to pass it on to
+        while self._code is None:
+            self._poll()
+        self._end_workers()
+        return self._code
 
-    def _one_worker(self) -> int:
-        """Start a worker and read its events until it ends; return its exit code."""
-        reading, writing = os.pipe()
-        fds = (self._listening.fileno(), writing)
-        self._died_of, self._was_ready, self._refused = None, False, False
-        self._worker = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            pass_fds=fds,
-            start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor, which passes it on
-        )
-        os.close(writing)
-        if self._n_signals:  # the signal came while there was no worker to pass it on to
-            self._worker.send_signal(signal.SIGTERM)
+    def _poll(self) -> None:
+        """Wait for events, and act on them."""
+        running = {kept.child.events: kept for kept in self._all() if kept.child is not None}
+        began = time.monotonic()
+        with selectors.DefaultSelector() as ready:
+            for events in running:
+                ready.register(events, selectors.EVENT_READ)
+            found = {key.fd for key, _ in ready.select(timeout=_LOOK_S)}
+        # At most a poll's own time: a suspended supervisor (Ctrl-Z, a closed lid) does not poll.
+        waited_s = min(_LOOK_S, time.monotonic() - began)
+        for events, kept in running.items():
+            child = kept.child
+            if child is None or child.events != events:
+                continue
+            if events not in found:
+                child.was_silent(waited_s)
+                continue
+            told = child.read(self._silent_s)
+            for event in told or ():
+                self._heard(kept, event)
+            if told is None:
+                self._ended(kept, child.end())
+        if self._n_signals > 1 and time.monotonic() - self._stopped_at > KILL_S:
+            self._code = 0
+
+    # Starting
+
+    def _start_front(self) -> Child:
         given = {
             "options": self._options.to_json(),
-            "restarts": dict(self._restarts),
-            "socket": fds[0],
-            "events": fds[1],
+            "workers": [self._sockets[str(index)].getsockname() for index in range(len(self._workers))],
+            "restarts": dict(self._front.restarts),
+            "told": {index: worker.told for index, worker in enumerate(self._workers)},
         }
-        with os.fdopen(reading, "rb") as events, suppress(BrokenPipeError):
-            assert self._worker.stdin is not None
-            self._worker.stdin.write(json.dumps(given).encode() + b"\n")
-            self._worker.stdin.flush()
-            self._listen_to(events.fileno())
-        return self._wait()
+        return Child(self._front_command, given, {"socket": self._listening, "private": self._sockets["front"]})
 
-    def _listen_to(self, events: int) -> None:
-        """Read the worker's events until it closes the pipe, sends no heartbeat, or takes too long to stop."""
-        heard = b""
-        patience = START_S
-        # Counted in polls, not by the clock: a suspended supervisor (Ctrl-Z, a closed lid) does not poll.
-        silent_looks = 0
-        with selectors.DefaultSelector() as ready:
-            ready.register(events, selectors.EVENT_READ)
-            while not self._overdue():
-                if not ready.select(timeout=_LOOK_S):
-                    silent_looks += 1
-                    if silent_looks * _LOOK_S >= patience:
-                        self._give_up(patience)
-                        return
-                    continue
-                part = os.read(events, 65_536)
-                if not part:
-                    return
-                silent_looks, patience = 0, self._silent_s
-                *lines, heard = (heard + part).split(b"\n")
-                for line in lines:
-                    self._heard(json.loads(line))
+    def _start_worker(self, index: int) -> Child:
+        given = {
+            "options": self._options.of_engine(index).to_json(),
+            "front": self._sockets["front"].getsockname(),
+            "beside_others": len(self._workers) > 1,
+            "restarts": dict(self._workers[index].restarts),
+        }
+        return Child(self._command, given, {"socket": self._sockets[str(index)]})
 
-    def _give_up(self, silent_s: float) -> None:
-        """Kill a worker that hangs. Its clients find their connections closed, without an error event."""
-        self._died_of = "hang", f"it said nothing for {silent_s:.0f} s"
-        assert self._worker is not None
-        self._worker.kill()
+    def _tell_front(self, event: Event) -> None:
+        """Tell the front of a worker, and remember what a new front must be told."""
+        worker = self._workers[event["model"]]
+        if event["event"] in ("starting", "ended"):
+            worker.told.clear()
+        worker.told.append(event)
+        if self._front.child is not None:
+            self._front.child.tell(event)
 
-    def _heard(self, event: dict[str, Any]) -> None:
+    # Events
+
+    def _heard(self, kept: Kept, event: Event) -> None:
+        if kept is self._front:
+            self._front_said(event)
+        else:
+            self._worker_said(kept, self._workers.index(kept), event)
+
+    def _front_said(self, event: Event) -> None:
         match event["event"]:
+            case "draining":
+                n_running = event["running"]
+                self._talk(f"draining: {n_running} requests run; once more to stop them" if n_running else "stopping")
+            case "load":
+                worker = self._workers[event["model"]]
+                if worker.child is None:
+                    self._talk(f"loading {worker.name}")
+                    worker.start()
+                    self._tell_front({"event": "starting", "model": event["model"]})
+            case "unload":
+                worker = self._workers[event["model"]]
+                if event["why"] is not None:
+                    self._talk(f"unloading {worker.name}: {event['why']}")
+                worker.ends = True
+                if worker.child is not None:
+                    worker.child.terminate()
+            case "go" | "look" as command:
+                worker = self._workers[event["model"]]
+                if worker.child is not None:
+                    worker.child.tell({"command": command})
+
+    def _worker_said(self, worker: Kept, index: int, event: Event) -> None:
+        child = worker.child
+        assert child is not None
+        match event["event"]:
+            case "needs":
+                self._tell_address()
+                if any(other.child is not None for other in self._workers if other is not worker):
+                    self._tell_front({**event, "model": index})
+                else:
+                    child.tell({"command": "go"})
+                    self._tell_front({**event, "event": "loads", "model": index})
             case "ready":
-                self._was_ready = True
+                self._tell_address()
+                child.was_ready = True
+                self._tell_front({**event, "model": index})
                 self._talk(
-                    f"ready: {event['model']} at {self.url} ({event.get('mode')} on {event.get('device')}, "
+                    f"ready: {worker.name} at {self.url} ({event.get('mode')} on {event.get('device')}, "
                     f"{event.get('slots')} slots, context {event.get('context')}, after {event['seconds']:.1f} s)"
                 )
                 for why in event.get("why_not_higher", ()):
                     self._talk(f"not {why}")
             case "fault":
-                self._died_of = "fault", event["reason"]
+                child.died_of = "fault", event["reason"]
+                self._tell_front({**event, "model": index})
             case "refused":
-                self._refused = True
-                self._talk(f"error: {event['message']}")
-            case "draining":
-                n_running = event["running"]
-                self._talk(f"draining: {n_running} requests run; once more to stop them" if n_running else "stopping")
+                child.refused, child.died_of = True, ("refused", event["message"])
+                named = f"{worker.name}: " if len(self._workers) > 1 else ""
+                self._talk(f"error: {named}{event['message']}")
 
-    def _overdue(self) -> bool:
-        return self._n_signals > 1 and time.monotonic() - self._stopped_at > KILL_S
-
-    def _wait(self) -> int:
-        worker = self._worker
-        assert worker is not None
-        with suppress(subprocess.TimeoutExpired):
-            worker.wait(KILL_S)
-        self._end_worker()
-        return int(worker.returncode)
-
-    def _end_worker(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is None:
+    def _tell_address(self) -> None:
+        """Once the first model is known to be one that can be loaded."""
+        if self._told_address:
             return
-        if worker.poll() is None:
-            worker.kill()
-            worker.wait()
-        if worker.stdin is not None:
-            with suppress(OSError):
-                worker.stdin.close()
+        self._told_address = True
+        first, *others = (worker.name for worker in self._workers)
+        later = f"; {', '.join(others)} when first asked for" if others else ""
+        self._talk(f"listening at {self.url}; loading {first}{later}")
+
+    # Ends
+
+    def _ended(self, kept: Kept, code: int) -> None:
+        child, kept.child = kept.child, None
+        assert child is not None
+        if kept is self._front:
+            self._front_ended(child, code)
+        else:
+            self._worker_ended(kept, child, code)
+
+    def _front_ended(self, child: Child, code: int) -> None:
+        if self._n_signals or code == 0:
+            self._code = max(0, code)
+            return
+        kind, reason = child.died_of or ("crash", _cause_of(code))
+        if not self._front.count_death(child, kind):
+            self._talk(f"error: the front died {MOST_YOUNG_DEATHS} times in a row, last of: {reason}; giving up")
+            self._code = 3
+            return
+        self._talk(f"the front ended: {reason}; starting another")
+        self._front.start()
+
+    def _worker_ended(self, worker: Kept, child: Child, code: int) -> None:
+        kind, reason = child.died_of or ("crash", _cause_of(code))
+        if self._n_signals:
+            self._tell_end(worker, reason)  # those who wait for it are told, and no other is started
+            return
+        if worker.ends:
+            self._tell_end(worker, None, unloaded=True)
+            return
+        if not child.was_ready and not worker.restarts:
+            if not child.refused:
+                reason = f"the worker ended before the model was loaded: {reason}"
+                self._talk(f"error: {reason}" if len(self._workers) == 1 else f"error: {worker.name}: {reason}")
+            self._give_up(worker, reason, code if code > 0 else 3)
+            return
+        if not worker.count_death(child, kind):
+            times = f"the worker died {MOST_YOUNG_DEATHS} times in a row, last of: {reason}"
+            self._talk(f"error: {times}; giving up" if len(self._workers) == 1 else f"error: {worker.name}: {times}")
+            self._give_up(worker, times, 3)
+            return
+        named = "the worker" if len(self._workers) == 1 else f"the worker of {worker.name}"
+        self._talk(f"{named} ended: {reason}; starting another")
+        worker.start()
+        self._tell_end(worker, reason, starting_another=True)
+
+    def _give_up(self, worker: Kept, why: str, code: int) -> None:
+        """A model cannot be served: with no other, the server ends; else the next request for it tries again."""
+        if len(self._workers) == 1:
+            self._code = code
+        else:
+            self._tell_address()
+            self._tell_end(worker, why)
+
+    def _tell_end(
+        self, worker: Kept, why: str | None, *, unloaded: bool = False, starting_another: bool = False
+    ) -> None:
+        how = {"unloaded": unloaded, "starting_another": starting_another, "restarts": dict(worker.restarts)}
+        self._tell_front({"event": "ended", "model": self._workers.index(worker), "why": why, **how})
+
+    def _end_workers(self) -> None:
+        """The front has ended: no request is left."""
+        for worker in self._workers:
+            if worker.child is not None:
+                worker.child.terminate()
+        end = time.monotonic() + (0.0 if self._code else KILL_S)
+        for worker in self._workers:
+            if worker.child is not None:
+                with suppress(subprocess.TimeoutExpired):
+                    worker.child.process.wait(max(0.0, end - time.monotonic()))
 
     def _signalled(self, number: int, frame: object) -> None:
         self._n_signals += 1
         self._stopped_at = time.monotonic()
-        if self._worker is not None and self._worker.poll() is None:
-            self._worker.send_signal(signal.SIGTERM)
+        if self._front.child is not None:
+            self._front.child.terminate()
+
+
+def private_sockets(n_workers: int, open_here: ExitStack) -> dict[str, socket.socket]:
+    """The sockets by which the server's own processes speak, in a folder that only this user can open: one of each
+    worker, by its number, and that of the front."""
+    folder = Path(open_here.enter_context(tempfile.TemporaryDirectory(prefix="ostinato-", dir=_short_folder())))
+    sockets: dict[str, socket.socket] = {}
+    for name in ("front", *map(str, range(n_workers))):
+        sockets[name] = open_here.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        sockets[name].bind(str(folder / name))
+        sockets[name].listen(BACKLOG)
+    return sockets
+
+
+def _short_folder() -> str | None:
+    """The folder for temporary files; another if the path of a socket in it would be too long."""
+    return None if len(tempfile.gettempdir()) < _LONGEST_PATH - 30 else "/tmp"
 
 
 def _cause_of(code: int) -> str:

@@ -1,82 +1,87 @@
-"""A worker: HTTP and engine in one process, started by the supervisor with the listening socket.
+"""A worker: one model's engine with the application over it, in a process of its own.
 
-It answers from its start, with 503 until the model is loaded. It ends when it has drained after a SIGTERM, at once
-after a second one, when its supervisor has died, or shortly after its engine died: then it reports why, and the
-supervisor starts the next. It reads its settings from standard input and writes events as lines of JSON; one of them
-is a heartbeat, sent every second from the event loop.
+It serves a socket that only the front connects to. It asks for its memory before it reads any weights, and answers 503
+until the model is loaded. When its engine dies, it reports why and ends shortly after; the supervisor starts the next.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import json
-import os
-import signal
+import queue
 import socket
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ostinato.backends.base import Settled
+from ostinato.engine.choose import Room, room_for
 from ostinato.errors import OstinatoError
+from ostinato.files.checkpoint import Checkpoint
 from ostinato.llm import LLM
-from ostinato.processes import keep_stderr
+from ostinato.models.shape import Shape
+from ostinato.options import LoadOptions, Talk
+from ostinato.serve import process
 from ostinato.serve.app import create_app
-from ostinato.serve.http import HttpServer
+from ostinato.serve.log import given_id
+from ostinato.serve.process import Event, ServerProcess, Tell, talk
+from ostinato.serve.response_keeper import FrontKeeper
 from ostinato.serve.service import Service
 from ostinato.serve.settings import ServeOptions
+from ostinato.serve.upstream import CLIENT, ID
 
 FAULT_EXIT: Final = 70  # the engine died: start another worker
-HEARTBEAT_S: Final = 1.0
-_LOOK_S: Final = 0.1
 
-Tell = Callable[[dict[str, Any]], None]
 T = TypeVar("T")
 
 
-class Worker:
+class Worker(ServerProcess):
     """Runs one worker process."""
 
-    def __init__(self, service: Service, listening: socket.socket, tell: Tell) -> None:
-        self._service, self._listening, self._tell = service, listening, tell
-        self._server = HttpServer(create_app(service), service.limits)
-        self._n_signals = 0
-        self._code: int | None = None
+    def __init__(self, service: Service, listening: socket.socket, tell: Tell, app: ASGIApp | None = None) -> None:
+        super().__init__(service, app or create_app(service), listening, tell)
+        self.commands: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.beside_others = False  # whether the front has other models too
 
-    async def run(self, load: Callable[[], LLM]) -> int:
+    async def run(self, load: Callable[[], LLM] | None = None) -> int:
         """Serve until the end and return the exit code."""
-        serving = asyncio.ensure_future(self._server.serve([self._listening]))
-        loading = asyncio.ensure_future(self._load(load))
-        watching = asyncio.ensure_future(self._watch())
+        loading = asyncio.ensure_future(self._open(load or self.load))
         try:
-            await watching
+            return await super().run()
         finally:
             loading.cancel()
-            self._server.should_exit = True
-            await serving
             with suppress(asyncio.CancelledError):
                 await loading
-        return self._code or 0
 
-    def signalled(self) -> None:
-        """The first signal drains, the second stops."""
-        self._n_signals += 1
-        if self._n_signals > 1:
-            self._service.stop()
-            return
-        self._service.drain()
-        self._tell({"event": "draining", "running": self._service.n_running})
+    def heard(self, command: Event) -> None:
+        self.commands.put(command["command"])
 
-    def stop(self) -> None:
-        """End at once: the supervisor has died."""
-        self._service.stop()
+    def load(self) -> LLM:
+        """Load the model when the front says that there is room."""
+        options = self._service.options
+        llm = AdmittedLLM(options.model, options.load, talk, self._admitted, lowers_context=self.beside_others)
+        # What is loaded now stays: later collections, which stop every thread, need not visit it again (100 ms).
+        gc.collect()
+        gc.freeze()
+        return llm
 
-    async def _load(self, load: Callable[[], LLM]) -> None:
+    def _admitted(self, room: Callable[[], Room]) -> None:
+        """Ask for room, again after each look, until the model may be loaded."""
+        while True:
+            self.room = room()
+            self._tell({"event": "needs", **self.room._asdict()})
+            if self.commands.get() == "go":
+                return
+
+    async def _open(self, load: Callable[[], LLM]) -> None:
         began = time.perf_counter()
         try:
             llm = await in_daemon_thread(load)
@@ -99,28 +104,41 @@ class Worker:
         self._code = code or OstinatoError.exit_code
         self._service.stop()
 
-    async def _watch(self) -> None:
-        """Return when the worker should end."""
+    async def has_ended(self) -> bool:
         service = self._service
-        while True:
-            if service.stopping.is_set():
-                await self._until_idle(service.limits.fault_s)
-                return
-            if service.state == "draining" and service.idle.is_set():
-                return
-            fault = None if service.model is None else service.model.fault
-            if fault is not None:
-                service.die(fault)
-                self._tell({"event": "fault", "reason": fault})
-                self._code = FAULT_EXIT
-                await self._until_idle(service.limits.fault_s)
-                return
-            await asyncio.sleep(_LOOK_S)
+        fault = None if service.model is None else service.model.fault
+        if fault is not None and not service.stopping.is_set():
+            service.die(fault)
+            self._tell({"event": "fault", "reason": fault})
+            self._code = FAULT_EXIT
+            await self.until_idle(service.limits.fault_s)
+            return True
+        return await super().has_ended()
 
-    async def _until_idle(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._service.idle.wait()
+
+class AdmittedLLM(LLM):
+    """A model that is loaded when there is room for it."""
+
+    def __init__(
+        self,
+        model: str,
+        load: LoadOptions,
+        talk: Talk,
+        admitted: Callable[[Callable[[], Room]], None],
+        *,
+        lowers_context: bool,
+    ) -> None:
+        """`lowers_context`: a context beyond the model's own is lowered to that, because models that are served
+        together have one `--context`."""
+        self._admitted, self._lowers_context = admitted, lowers_context
+        super().__init__(model, load=load, talk=talk)
+
+    def _choose(self, checkpoint: Checkpoint, shape: Shape, talk: Talk) -> Settled:
+        if self._lowers_context and (self._options.context or 0) > shape.context:
+            talk(f"{self.name}: the context is {shape.context}, for which this model was trained")
+            self._options = replace(self._options, context=shape.context)
+        self._admitted(lambda: room_for(checkpoint, shape, self._options))
+        return super()._choose(checkpoint, shape, talk)
 
 
 async def in_daemon_thread(work: Callable[[], T]) -> T:
@@ -138,81 +156,35 @@ async def in_daemon_thread(work: Callable[[], T]) -> T:
     return await asyncio.wrap_future(made)
 
 
-async def serve(options: ServeOptions, restarts: dict[str, int], listening: socket.socket, tell: Tell) -> int:
-    """A worker in this process until its end, with its signals and its supervisor's pipe."""
-    service = Service(options, restarts=restarts)
-    worker = Worker(service, listening, tell)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, worker.signalled)
-    loop.add_reader(0, _on_end_of_input, loop, worker)
+def from_front(app: ASGIApp) -> ASGIApp:
+    """An application for requests that the front passes on: each keeps the id and the client that it has there. One
+    without an id is the front's own, for a page that it merges, and neither logged nor counted."""
 
-    def talk(text: str) -> None:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+    async def identified(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        id, client = headers.get(ID), headers.get(CLIENT)
+        given_id.set(id)
+        known = {"client": None if client is None else (client, 0), "state": {"told_elsewhere": id is None or None}}
+        await app({**scope, **known}, receive, send)
 
-    def load() -> LLM:
-        llm = LLM(options.model, load=options.load, talk=talk)
-        # What is loaded now stays: later collections, which stop every thread, need not visit it again (100 ms).
-        gc.collect()
-        gc.freeze()
-        return llm
+    return identified
 
-    beating = asyncio.ensure_future(_heartbeat(tell))
-    code = await worker.run(load)
+
+async def serve(given: dict[str, Any], tell: Tell) -> int:
+    """A worker in this process until its end."""
+    options = ServeOptions.from_json(given["options"])
+    keeper = FrontKeeper(given["front"]) if options.n_kept_responses else None
+    service = Service(options, keeper=keeper)
+    worker = Worker(service, socket.socket(fileno=given["socket"]), tell, from_front(create_app(service)))
+    worker.beside_others = given["beside_others"]
+    code = await worker.run_supervised()
     if code != FAULT_EXIT:  # the resources of a dead engine end with the process
-        await loop.run_in_executor(None, service.close)
-    beating.cancel()
+        await asyncio.get_running_loop().run_in_executor(None, service.close)
     return code
 
 
-async def _heartbeat(tell: Tell) -> None:
-    """Send heartbeats from the event loop: if it hangs, they stop, and the supervisor starts another worker."""
-    while True:
-        tell({"event": "alive"})
-        await asyncio.sleep(HEARTBEAT_S)
-
-
-def _on_end_of_input(loop: asyncio.AbstractEventLoop, worker: Worker) -> None:
-    """The supervisor holds the other end of standard input and writes nothing more: end of file means it has died."""
-    if not os.read(0, 4096):
-        loop.remove_reader(0)
-        worker.stop()
-
-
-def _runner() -> Callable[[Coroutine[Any, Any, int]], int]:
-    """The faster event loop, if it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run
-    return uvloop.run
-
-
 def main() -> None:
-    """The worker process; its settings are the first line of standard input."""
-    keep_stderr()
-    line = b""
-    while not line.endswith(b"\n"):  # byte by byte: what follows belongs to the event loop
-        part = os.read(0, 1)
-        if not part:
-            sys.exit(2)
-        line += part
-    given = json.loads(line)
-    options = ServeOptions.from_json(given["options"])
-    listening = socket.socket(fileno=given["socket"])
-    events: int = given["events"]
-    os.set_blocking(events, False)
-
-    def tell(event: dict[str, Any]) -> None:
-        # A line is short enough to be written whole or not at all: a suspended supervisor (Ctrl-Z) blocks no loop.
-        with suppress(OSError):
-            os.write(events, json.dumps(event).encode() + b"\n")
-
-    code = _runner()(serve(options, given["restarts"], listening, tell))
-    sys.stderr.flush()
-    # Not `sys.exit`, which waits for threads: one may still load, and those of a dead engine never end.
-    os._exit(code)
+    process.main(serve)
 
 
 if __name__ == "__main__":

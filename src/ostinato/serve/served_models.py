@@ -1,0 +1,307 @@
+"""The models of a server as its front sees them: which are in memory, which load, and which make room for another.
+
+Each model has a process of its own, which the supervisor starts and ends as it is told here. A model is loaded when a
+request first needs it; of the idle ones, that whose last request is longest ago makes room. A model with a running
+request is never unloaded. Nothing here knows about HTTP beyond the refusals it raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, Literal
+
+from ostinato.engine.choose import Room, gib
+from ostinato.serve.errors import Refusal
+from ostinato.serve.process import Event, Tell
+from ostinato.serve.settings import LATEST, ServeOptions
+
+# `loading`: its process is started, and may still wait for memory. `failed`: it is not in memory, and `why` says why.
+ModelState = Literal["unloaded", "loading", "ready", "unloading", "failed"]
+
+PATIENCE_S: Final = 10.0  # a model that waits for memory longer has a busy one take no further requests
+
+
+class ServedModel:
+    """One model."""
+
+    def __init__(self, index: int, names: tuple[str, ...], socket: str) -> None:
+        """`socket`: the path of the one that its process serves."""
+        self.index, self.names, self.socket = index, names, socket
+        self.state: ModelState = "unloaded"
+        self.why: str | None = None
+        self.facts: dict[str, Any] = {}  # what its process told when the model was loaded last
+        self.room: Room | None = None
+        self.may_load = False  # its process has been told that there is room
+        self.asked_at: float | None = None  # when it asked for room that there is not yet
+        self.leaves = False  # it takes no further requests, because another model has waited long for its memory
+        self.n_running = self.n_waiting = 0  # requests
+        self.used_at = 0.0
+        self.n_loads = self.n_unloads = self.n_failures = self.n_ends = 0
+        self.unloaded_for: str | None = None  # why it made room last
+        self.restarts: Counter[str] = Counter()
+        self.in_flight: set[Callable[[Refusal], None]] = set()  # ends a request that its process answers
+        self._changed = asyncio.Event()
+
+    @property
+    def id(self) -> str:
+        return self.names[0]
+
+    @property
+    def is_idle(self) -> bool:
+        # Requests that have waited for it begin in a moment, unless it takes no more.
+        return self.state == "ready" and not self.n_running and (not self.n_waiting or self.leaves)
+
+    def change(self, state: ModelState, why: str | None = None) -> None:
+        self.state, self.why = state, why
+        self.wake()
+
+    def wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def change_within(self, seconds: float) -> bool:
+        """Wait for a change of the state; False if there is none in this time."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def report(self) -> dict[str, Any]:
+        """The model in `/health` and `/slots`."""
+        return {
+            "id": self.id,
+            "state": self.state,
+            "why": self.why,
+            "requests": self.n_running,
+            "requests_waiting": self.n_waiting,
+            "loads": self.n_loads,
+            "unloads": self.n_unloads,
+            "unloaded_for": self.unloaded_for,
+            "restarts": dict(self.restarts),
+            "bytes": None if self.room is None else self.room.need_bytes,
+        }
+
+
+class WaitingRequest:
+    """A request that waits for a model: ask whether it is `taken`, and wait for a change of its state if not."""
+
+    def __init__(self, models: ServedModels, model: ServedModel) -> None:
+        self._models, self._model, self._n_failures = models, model, model.n_failures
+
+    def taken(self) -> bool:
+        return self._models.taken(self._model, self._n_failures)
+
+    async def change_within(self, seconds: float) -> bool:
+        return await self._model.change_within(seconds)
+
+
+class ServedModels:
+    """All models. `tell` sends events to the supervisor."""
+
+    def __init__(
+        self,
+        options: ServeOptions,
+        sockets: list[str],
+        tell: Tell,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._options, self._tell, self._clock, self._patience_s = options, tell, clock, patience_s
+        self.all = [ServedModel(index, names, sockets[index]) for index, names in enumerate(options.names)]
+        self._stopped: Refusal | None = None
+
+    # Names
+
+    @property
+    def first(self) -> ServedModel:
+        return self.all[0]
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model that a request names; the first if it names none."""
+        if name is None:
+            return self.first
+        for model in self.all:
+            if name in model.names or name.removesuffix(LATEST) in model.names:
+                return model
+        if self._options.any_model:
+            return self.first
+        ids = [repr(model.id) for model in self.all]
+        there = f"{', '.join(ids[:-1])} and {ids[-1]} are" if len(ids) > 1 else f"{ids[0]} is"
+        message = f"the model {name!r} is not served here; {there}"
+        raise Refusal(404, message, param="model", code="model_not_found")
+
+    # Requests
+
+    @contextmanager
+    def waiting(self, model: ServedModel) -> Iterator[WaitingRequest]:
+        """A request that waits for a model, until the block ends."""
+        model.n_waiting += 1
+        try:
+            yield WaitingRequest(self, model)
+        finally:
+            model.n_waiting -= 1
+            if not model.n_waiting:
+                self._abandon(model)
+
+    def taken(self, model: ServedModel, n_failures: int) -> bool:
+        """Begin to use a model if it is in memory; the caller must `release` it. Else have it loaded; refused if that
+        has failed more than `n_failures` times."""
+        if self._stopped is not None:
+            raise self._stopped
+        if model.state == "ready" and not model.leaves:
+            model.n_running += 1
+            return True
+        if model.n_failures > n_failures:
+            raise Refusal(503, f"{model.id} could not be loaded: {model.why}", code="model_failed")
+        if model.state in ("unloaded", "failed"):
+            model.change("loading")
+            self._tell({"event": "load", "model": model.index})
+        return False
+
+    def release(self, model: ServedModel) -> None:
+        """End a use of a model."""
+        model.n_running -= 1
+        model.used_at = self._clock()
+        self._make_room()
+
+    def _abandon(self, model: ServedModel) -> None:
+        """No request needs a model any more: if it still waits for memory, give up."""
+        if model.asked_at is None or model.state != "loading":
+            return
+        model.asked_at = None
+        self._end(model)
+        for other in self.all:
+            if other.leaves and other.state == "ready":
+                other.leaves = False
+                other.wake()
+
+    def stop(self, refusal: Refusal) -> None:
+        """End all requests, also those that wait for a model."""
+        self._stopped = refusal
+        for model in self.all:
+            model.wake()
+            self._end_requests(model, refusal)
+
+    @staticmethod
+    def _end_requests(model: ServedModel, refusal: Refusal) -> None:
+        for end in tuple(model.in_flight):
+            end(refusal)
+
+    # What the supervisor tells
+
+    def heard(self, event: Event) -> None:
+        model = self.all[event["model"]]
+        match event["event"]:
+            case "starting":
+                model.may_load, model.asked_at = False, None
+                model.change("loading", event.get("why"))
+            case "needs" | "loads" as told:  # `loads`: there was no other model, so it need not ask
+                model.room = Room(*(event[name] for name in Room._fields))
+                model.may_load = told == "loads"
+                model.asked_at = None if model.may_load else self._clock()
+                self._make_room()
+            case "ready":
+                model.facts, model.n_loads = event, model.n_loads + 1
+                model.used_at = self._clock()
+                model.change("ready")
+                self._make_room()
+            case "fault":
+                model.change("loading", event["reason"])
+            case "ended":
+                self._ended(model, event)
+
+    def _ended(self, model: ServedModel, event: Event) -> None:
+        why = event["why"]
+        model.n_ends += 1
+        unloaded = model.state == "unloading" and event["unloaded"]
+        model.may_load, model.asked_at, model.leaves = False, None, False
+        model.restarts = Counter(event["restarts"])
+        told = "the engine has died" if why is None else f"the engine has died: {why}"
+        self._end_requests(model, Refusal(503, f"{told}; ask again", code="engine_restarting"))
+        if event["starting_another"]:
+            model.change("loading", f"the engine is being restarted: {why}")
+        elif unloaded:
+            model.change("unloaded")
+        else:
+            model.n_failures += 1
+            model.change("failed", why)
+        for other in self.all:
+            if other.asked_at is not None:  # there may be more memory now
+                other.asked_at = None
+                self._tell({"event": "look", "model": other.index})
+        self._make_room()
+
+    # Memory
+
+    def _make_room(self) -> None:
+        """Have the model that asked first for memory load, if there is enough; else unload an idle one for it."""
+        if any(one.state == "unloading" for one in self.all):
+            return  # what is free is known when that is over
+        asking = [model for model in self.all if model.asked_at is not None and model.state == "loading"]
+        if not asking:
+            return
+        model = min(asking, key=lambda one: one.asked_at or 0.0)
+        why = self._why_no_room(model)
+        others = self._others(model)
+        if why is None or not others:  # if it is alone, its process refuses what does not fit, with the figures
+            model.asked_at, model.may_load = None, True
+            self._tell({"event": "go", "model": model.index})
+            return
+        if any(other.state == "loading" for other in others):
+            return  # it may fail
+        if idle := [other for other in others if other.is_idle]:
+            other = min(idle, key=lambda one: one.used_at)
+            other.n_unloads += 1
+            other.unloaded_for = why
+            self._end(other, why)
+            return
+        assert model.asked_at is not None
+        waits_s = self._clock() - model.asked_at
+        if waits_s >= self._patience_s:
+            min(others, key=lambda one: one.used_at).leaves = True
+        elif not any(other.leaves for other in others):
+            asyncio.get_running_loop().call_later(self._patience_s - waits_s + 0.01, self._make_room)
+
+    def _others(self, model: ServedModel) -> list[ServedModel]:
+        """The other models that are in memory, or will be."""
+        return [
+            other
+            for other in self.all
+            if other is not model and (other.state == "ready" or (other.state == "loading" and other.may_load))
+        ]
+
+    def _why_no_room(self, model: ServedModel) -> str | None:
+        """Why a model cannot be loaded beside the others that are in memory; None if it can."""
+        room, most, others = model.room, self._options.models_max, self._others(model)
+        assert room is not None, "it has not asked for room"
+        if most is not None and len(others) >= most:
+            return f"{model.id} is needed, and {most} may be in memory at once (--models-max)"
+        needs = [
+            (other.room.need_bytes, other.state)
+            for other in others
+            if other.room is not None and other.room.device == room.device
+        ]
+        # What a model that loads has not taken yet counts as free, and is not.
+        loading = sum(need for need, state in needs if state == "loading")
+        free = min(room.usable_bytes - loading, room.whole_bytes - sum(need for need, _ in needs))
+        if room.need_bytes <= free:
+            return None
+        return f"{model.id} needs {gib(room.need_bytes)}, and {gib(max(0, free))} are free on {room.device}"
+
+    def _end(self, model: ServedModel, why: str | None = None) -> None:
+        model.change("unloading", why)
+        self._tell({"event": "unload", "model": model.index, "why": why})
+
+
+def restored(models: ServedModels, events: Mapping[str, list[Event]]) -> None:
+    """Bring the models of a new front to the state that their processes, which have outlived the last one, told."""
+    for told in events.values():
+        for event in told:
+            models.heard(event)

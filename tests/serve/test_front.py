@@ -1,0 +1,396 @@
+"""One address for several models: who answers, who waits while a model loads, and what is told of each."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import ollama
+import pytest
+
+from ostinato import LLM
+from ostinato.errors import BadFile
+from ostinato.serve import forward
+from ostinato.serve.settings import ServeLimits
+from ostinato.serve.upstream import UpstreamGone
+from tests.cli import tiny_model
+from tests.models import tiny_encoders
+from tests.serve.fronting import Fronted, fronting
+from tests.serve.running import serving
+
+CHAT = "/v1/chat/completions"
+HELLO: Any = [{"role": "user", "content": "hello"}]
+FEW: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("two")
+    return tiny_model.write(folder / "one.gguf", context=4096), tiny_model.write_folder(folder / "two")
+
+
+@pytest.fixture(scope="module")
+def fronted(two: tuple[Path, Path], tiny_files: Path) -> Iterator[Fronted]:
+    """Two models that chat, one that embeds and one that ranks."""
+    more = (tiny_encoders.gguf("bert", tiny_files), tiny_encoders.gguf("bert-rank", tiny_files))
+    with fronting(*two, *more, alias=("first=one", "1=one")) as running:
+        yield running
+
+
+def chatted(server: Fronted, model: str | None, **more: Any) -> dict[str, Any]:
+    named = {} if model is None else {"model": model}
+    reply = server.post(CHAT, {**named, "messages": HELLO, **FEW, **more})
+    assert reply.status_code == 200, reply.text
+    made: dict[str, Any] = reply.json()
+    return made
+
+
+def test_each_model_answers_to_its_names_and_the_first_to_none(fronted: Fronted, two: tuple[Path, Path]) -> None:
+    assert [chatted(fronted, name)["model"] for name in (None, "first", "1", "1:latest")] == ["first"] * 4
+    assert [chatted(fronted, name)["model"] for name in ("two", str(two[1]))] == ["two"] * 2
+    for name in ("one", "three", "two:7b"):
+        reply = fronted.post(CHAT, {"model": name, "messages": HELLO})
+        assert reply.status_code == 404
+        error = reply.json()["error"]
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+        assert "'first', 'two', " in error["message"]
+
+
+def test_all_models_are_listed_in_every_api_whether_they_are_loaded_or_not(fronted: Fronted) -> None:
+    chatted(fronted, "first")
+    with fronted.openai() as client:
+        assert [model.id for model in client.models.list()][:2] == ["first", "two"]
+        assert client.models.retrieve("1").id == "1"
+    with anthropic.Anthropic(base_url=fronted.url, api_key="none") as other:
+        assert [model.id for model in other.models.list()][:2] == ["first", "two"]
+    with ollama_client(fronted) as local:
+        tags = local.list().models
+        assert [tag.model for tag in tags][:2] == ["first:latest", "two:latest"]
+        assert all(tag.size and tag.details for tag in tags)
+        assert "first:latest" in [model.model for model in local.ps().models]
+
+
+@contextmanager
+def ollama_client(server: Fronted) -> Iterator[ollama.Client]:
+    client = ollama.Client(server.url, verify=False)
+    try:
+        yield client
+    finally:
+        client._client.close()
+
+
+def test_embeddings_and_ranking_beside_chats(fronted: Fronted) -> None:
+    vectors = fronted.post("/v1/embeddings", {"model": "bert", "input": ["a", "b"]}).json()
+    assert "data" in vectors, vectors
+    assert (vectors["model"], len(vectors["data"])) == ("bert", 2)
+    ranked = fronted.post("/v1/rerank", {"model": "bert-rank", "query": "a", "documents": ["b", "c"]}).json()
+    assert (ranked["model"], len(ranked["results"])) == ("bert-rank", 2)
+    assert fronted.post(CHAT, {"model": "bert", "messages": HELLO}).status_code == 400
+
+
+def test_the_digest_is_the_same_alone_and_beside(fronted: Fronted, two: tuple[Path, Path]) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        beside = list(threads.map(lambda name: chatted(fronted, name, max_tokens=20)["digest"], ["first", "two"] * 4))
+    for index, path in enumerate(two):
+        with serving(path, llm={"context": 512, "slots": 2}) as alone:
+            reply = alone.post(CHAT, {"messages": HELLO, **FEW, "max_tokens": 20})
+        assert set(beside[index::2]) == {reply.json()["digest"]}
+
+
+def test_responses_are_kept_in_the_front_and_continued_by_any_model(fronted: Fronted) -> None:
+    with fronted.openai() as client:
+        one = client.responses.create(model="first", input="hello", max_output_tokens=4)
+        other = client.responses.create(
+            model="two", input="again", previous_response_id=one.id, max_output_tokens=4, stream=True
+        )
+        last = list(other)[-1]
+        assert last.type in ("response.completed", "response.incomplete")
+        made = last.response
+        assert client.responses.retrieve(made.id).previous_response_id == one.id
+        (listed,) = client.responses.input_items.list(made.id).data
+        # The input has an id now, and so has the output.
+        references: Any = [{"type": "item_reference", "id": id} for id in (listed.id, made.output[0].id)]
+        body = {"model": "first", "input": [*references, {"role": "user", "content": "x"}]}
+        counted = fronted.post("/v1/responses/input_tokens", body)
+        assert counted.status_code == 200, counted.text
+        client.responses.delete(one.id)
+        with pytest.raises(Exception, match="there is no response"):
+            client.responses.retrieve(one.id)
+        again = client.responses.create(model="first", input="x", previous_response_id=made.id, max_output_tokens=2)
+        assert again.usage is not None
+        assert again.usage.input_tokens > counted.json()["input_tokens"]
+    gone = fronted.post("/v1/responses", {"input": "x", "previous_response_id": "resp_none"})
+    assert (gone.status_code, gone.json()["error"]["code"]) == (400, "previous_response_not_found")
+
+
+def test_one_line_of_the_log_for_each_request_with_the_id_and_the_client(fronted: Fronted) -> None:
+    reply = fronted.post(CHAT, {"messages": HELLO, **FEW})
+    id = reply.headers["x-request-id"]
+    assert reply.json()["id"] == f"chatcmpl-{id}"
+    (line,) = [line for line in (*fronted.log, *fronted.front_log) if line["id"] == id]
+    assert (line["client"], line["outcome"], line["tokens"]) == ("127.0.0.1", "length", 4)
+    refused = fronted.post(CHAT, {"model": "none", "messages": HELLO}).headers["x-request-id"]
+    assert [line["status"] for line in (*fronted.log, *fronted.front_log) if line["id"] == refused] == [404]
+
+
+def test_a_page_has_every_model_and_metrics_have_its_label(fronted: Fronted) -> None:
+    chatted(fronted, "first")
+    chatted(fronted, "two")
+    health = fronted.get("/health").json()
+    assert (health["ready"], health["model"]) == (True, "first")
+    assert [model["id"] for model in health["models"]][:2] == ["first", "two"]
+    slots = fronted.get("/slots").json()
+    assert {slot["model"] for slot in slots["slots"]} >= {"first", "two"}
+    assert [(model["id"], model["state"]) for model in slots["models"]][:2] == [("first", "ready"), ("two", "ready")]
+    page = fronted.get("/metrics").text
+    for line in ('model_loaded{model="two"} 1.0', 'slots{model="two"} 2.0', 'model_loads_total{model="first"} 1.0'):
+        assert f"ostinato_{line}" in page
+    assert re.search(r'ostinato_requests_total\{model="two",outcome="length",path="/v1/chat/completions"\} [1-9]', page)
+    # The front's own questions to its workers are not counted.
+    assert not re.search(r'ostinato_requests_total\{model="two",[^}]*path="/health"', page)
+
+
+def test_paths_types_and_bodies_are_refused_as_by_a_single_model(fronted: Fronted) -> None:
+    with fronted.http() as client:
+        for method, path, content, status in (
+            ("POST", "/nothing", b"{}", 404),
+            ("GET", CHAT, None, 405),
+            ("POST", CHAT, b"{}", 415),
+        ):
+            assert client.request(method, path, content=content).status_code == status
+        for body in (b"no JSON", b'{"model": 5}', b"[]", b'{"model": "first"', b"\xff"):
+            reply = client.post(CHAT, content=body, headers={"content-type": "application/json"})
+            assert reply.status_code == 400, reply.text
+    assert fronted.post("/api/pull", {"model": "x"}).status_code == 400
+    assert fronted.get("/openapi.json").json()["paths"].keys() >= {CHAT, "/v1/models"}
+
+
+def test_any_model_answers_to_any_name_and_says_that_it_was_ignored(two: tuple[Path, Path]) -> None:
+    with fronting(*two, any_model=True) as server:
+        reply = server.post(CHAT, {"model": "gpt-4o", "messages": HELLO, **FEW, "priority": 3})
+        assert reply.json()["model"] == "one"
+        assert reply.headers["x-ostinato-ignored"] == "model, priority"
+        reply = server.post(CHAT, {"model": "one", "messages": HELLO, **FEW})
+        assert "x-ostinato-ignored" not in reply.headers
+
+
+# Loading
+
+
+@contextmanager
+def loading(two: tuple[Path, Path], **words: Any) -> Iterator[tuple[Fronted, threading.Event]]:
+    """A front whose second model is loaded when the event is set."""
+    may = threading.Event()
+
+    def load(index: int) -> LLM:
+        assert index == 0 or may.wait(60)
+        return LLM(two[index], device="cpu", context=(4096, 512)[index], slots=2)
+
+    limits = ServeLimits(keep_alive_s=0.05, **words.pop("limits", {}))
+    with fronting(*two, load=load, limits=limits, **words) as server:
+        try:
+            yield server, may
+        finally:
+            may.set()
+
+
+def test_streams_that_wait_for_a_model_are_kept_alive_in_the_manner_of_their_api(two: tuple[Path, Path]) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": HELLO, "stream": True, **FEW},
+        "/v1/completions": {"prompt": "x", "stream": True, **FEW},
+        "/v1/messages": {"messages": HELLO, "stream": True, "max_tokens": 4},
+        "/v1/responses": {"input": "x", "stream": True, "max_output_tokens": 4},
+        "/api/chat": {"messages": HELLO, "options": {"num_predict": 4}},
+        "/api/generate": {"prompt": "x", "options": {"num_predict": 4}},
+    }
+    with loading(two) as (server, may), ThreadPoolExecutor(8) as threads:
+
+        def whole(path: str) -> str:
+            with server.http() as client, client.stream("POST", path, json={"model": "two", **bodies[path]}) as stream:
+                lines = []
+                for line in stream.iter_lines():
+                    lines.append(line)
+                    if len(lines) == 3:
+                        begun.release()
+                return "\n".join(lines)
+
+        begun = threading.Semaphore(0)
+        waiting = {path: threads.submit(whole, path) for path in bodies}
+        for _ in bodies:
+            assert begun.acquire(timeout=60)
+        assert chatted(server, "one")["model"] == "one"
+        assert server.state(1) == "loading"
+        may.set()
+        for path, task in waiting.items():
+            text = task.result(60)
+            if path.startswith("/api/"):
+                lines = [json.loads(line) for line in text.splitlines()]
+                assert lines[0]["done"] is False
+                assert lines[-1]["done"] is True
+                assert {line["model"] for line in lines} == {"two"}
+            else:
+                assert text.startswith(": waiting\n\n: waiting")
+                assert re.search(r"\[DONE\]|message_stop|response.(completed|incomplete)", text)
+
+
+def test_clients_of_each_api_wait_for_a_model_and_get_their_answer(two: tuple[Path, Path]) -> None:
+    with (
+        loading(two) as (server, may),
+        ThreadPoolExecutor(8) as threads,
+        server.openai() as client,
+        anthropic.Anthropic(base_url=server.url, api_key="none") as claude,
+        ollama_client(server) as local,
+    ):
+        stream: Any = lambda: [*client.chat.completions.create(model="two", messages=HELLO, stream=True, max_tokens=3)]  # noqa: E731
+        whole: Any = lambda: client.chat.completions.create(model="two", messages=HELLO, max_tokens=3)  # noqa: E731
+        message: Any = lambda: claude.messages.create(model="two", messages=HELLO, max_tokens=3, stream=True)  # noqa: E731
+        tasks = [threads.submit(work) for work in (stream, whole, lambda: [*message()])]
+        lines = threads.submit(lambda: [*local.chat("two", HELLO, stream=True, options={"num_predict": 3})])
+        server.until(lambda: server.front.models.all[1].n_waiting == 4)
+        time.sleep(0.2)
+        assert not any(task.done() for task in (*tasks, lines))
+        may.set()
+        assert tasks[0].result(60)[-1].choices[0].finish_reason is not None
+        assert tasks[1].result(60).choices[0].finish_reason is not None
+        assert tasks[2].result(60)[-1].type == "message_stop"
+        assert lines.result(60)[-1].done
+
+
+def test_a_model_that_fails_to_load_is_told_to_all_who_wait_and_tried_again(two: tuple[Path, Path]) -> None:
+    good = threading.Event()
+    begin = threading.Event()
+
+    def load(index: int) -> LLM:
+        begin.wait(60)
+        if index == 1 and not good.is_set():
+            raise BadFile("two.gguf: it is damaged")
+        return LLM(two[index], device="cpu", context=512, slots=2)
+
+    with fronting(*two, load=load, limits=ServeLimits(keep_alive_s=0.05)) as server, ThreadPoolExecutor(4) as threads:
+        body = {"model": "two", "messages": HELLO, **FEW}
+        whole = threads.submit(server.post, CHAT, body)
+        stream = threads.submit(server.post, CHAT, {**body, "stream": True})
+        message = threads.submit(server.post, "/v1/messages", {**body, "stream": False})
+        server.until(lambda: server.front.models.all[1].n_waiting == 3)
+        time.sleep(0.2)
+        begin.set()
+        reply = whole.result(60)
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+        assert reply.json()["error"]["code"] == "model_failed"
+        assert reply.json()["error"]["message"] == "two could not be loaded: two.gguf: it is damaged"
+        assert message.result(60).status_code == 529
+        # The head of the stream has been sent: its error is an event.
+        event = [line for line in stream.result(60).text.splitlines() if line.startswith("data: ")][-1]
+        assert json.loads(event.removeprefix("data: "))["error"]["code"] == "model_failed"
+        assert chatted(server, "one")["model"] == "one"
+        (told,) = [model for model in server.get("/health").json()["models"] if model["id"] == "two"]
+        assert (told["state"], told["why"]) == ("failed", "two.gguf: it is damaged")
+        good.set()
+        assert chatted(server, "two")["model"] == "two"
+
+
+def test_a_request_whose_answer_has_not_begun_is_asked_of_the_next_worker_but_not_of_a_third(
+    two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_of: list[int] = []
+
+    with fronting(*two) as server:
+        chatted(server, "one")
+        n_deaths = 1
+
+        real = forward.asked
+
+        @asynccontextmanager
+        async def dying(path: str, *words: Any) -> AsyncIterator[Any]:
+            asked_of.append(1)
+            if len(asked_of) <= n_deaths:
+                how = {"why": "signal SIGKILL", "unloaded": False, "starting_another": True, "restarts": {"crash": 1}}
+                server.heard(0, {"event": "ended", **how})
+                server.heard(0, {"event": "ready", "context": 512})
+                raise UpstreamGone("closed")
+            async with real(path, *words) as answer:
+                yield answer
+
+        monkeypatch.setattr(forward, "asked", dying)
+        assert chatted(server, "one")["model"] == "one"
+        assert len(asked_of) == 2
+        asked_of.clear()
+        n_deaths = 2
+        reply = server.post(CHAT, {"model": "one", "messages": HELLO, **FEW})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_restarting")
+        assert len(asked_of) == 2
+        assert server.front_log[-1]["status"] == 503
+
+
+def test_a_model_makes_room_only_when_it_is_idle_and_says_so(two: tuple[Path, Path]) -> None:
+    limits = ServeLimits(keep_alive_s=0.05)
+    with fronting(*two, sizes=(60, 100), limits=limits, llm={"slots": 2}) as server, ThreadPoolExecutor(1) as threads:
+        body = {"model": "one", "messages": HELLO, "stream": True, "ignore_eos": True}
+        with server.http() as client, client.stream("POST", CHAT, json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            other = threads.submit(server.post, CHAT, {"model": "two", "messages": HELLO, **FEW})
+            server.until(lambda: server.state(1) == "loading")
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert other.result(60).json()["model"] == "two"
+        one, second = server.get("/slots").json()["models"]
+        assert (one["state"], one["unloads"], second["state"]) == ("unloaded", 1, "ready")
+        assert one["unloaded_for"] == "two needs 0 MiB, and 0 MiB are free on cpu"
+        page = server.get("/metrics").text
+        assert 'ostinato_model_unloads_total{model="one"} 1.0' in page
+        assert 'ostinato_model_loaded{model="one"} 0.0' in page
+        assert [model["name"] for model in server.get("/api/ps").json()["models"]] == ["two:latest"]
+        assert chatted(server, "one")["model"] == "one"
+        assert server.state(1) == "unloaded"
+
+
+def test_waiting_for_a_model_ends_at_the_deadline_of_a_request(two: tuple[Path, Path]) -> None:
+    with loading(two, limits={"request_s": 0.3}) as (server, _):
+        reply = server.post(CHAT, {"model": "two", "messages": HELLO})
+        assert (reply.status_code, "two was not loaded in time" in reply.text) == (408, True)
+        events = server.post(CHAT, {"model": "two", "messages": HELLO, "stream": True}).text.strip().split("\n\n")
+        assert events[0] == ": waiting"
+        assert "two was not loaded in time" in events[-1]
+
+
+def test_who_leaves_while_a_model_loads_is_forgotten(two: tuple[Path, Path]) -> None:
+    with loading(two) as (server, may):
+        body = {"model": "two", "messages": HELLO, "stream": True}
+        with server.http() as client, client.stream("POST", CHAT, json=body) as stream:
+            next(stream.iter_lines())
+        server.until(lambda: server.front.models.all[1].n_waiting == 0)
+        server.until(lambda: any(line["outcome"] == "cancelled" for line in server.front_log))
+        may.set()
+        assert chatted(server, "two")["model"] == "two"
+
+
+def test_draining_lets_those_who_wait_for_a_model_have_their_answer(two: tuple[Path, Path]) -> None:
+    with loading(two) as (server, may), ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(server.post, CHAT, {"model": "two", "messages": HELLO, **FEW})
+        server.until(lambda: server.front.models.all[1].n_waiting == 1)
+        server.loop.call_soon_threadsafe(server.front.signalled)
+        server.until(lambda: server.get("/health").json()["status"] == "draining")
+        assert server.post(CHAT, {"messages": HELLO}).status_code == 503
+        may.set()
+        assert waiting.result(60).status_code == 200
+
+
+def test_a_second_signal_ends_those_who_wait_and_those_who_are_answered(two: tuple[Path, Path]) -> None:
+    with loading(two) as (server, _), ThreadPoolExecutor(2) as threads:
+        body = {"messages": HELLO, "stream": True, "ignore_eos": True}
+        slow = {**body, "n": 2, "top_logprobs": 20, "logprobs": True}
+        tasks = [threads.submit(server.post, CHAT, {"model": model, **slow}) for model in ("one", "two")]
+        server.until(lambda: server.front.models.all[1].n_waiting == 1 and server.front.models.all[0].n_running == 1)
+        server.loop.call_soon_threadsafe(server.front.signalled)
+        server.loop.call_soon_threadsafe(server.front.signalled)
+        for task in tasks:
+            last = task.result(60).text.strip().split("\n\n")[-1].removeprefix("data: ")
+            assert json.loads(last)["error"]["code"] == "draining"

@@ -1,0 +1,290 @@
+"""Which model is in memory: loaded on first use, unloaded for another when it is idle, with a played supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from ostinato.errors import BadOption
+from ostinato.serve.errors import Refusal
+from ostinato.serve.served_models import ServedModel, ServedModels
+from ostinato.serve.settings import ServeOptions
+
+GIB = 2**30
+
+
+class Played:
+    """A supervisor and its workers: each model needs `need`, and the device has `whole` for all."""
+
+    def __init__(self, needs: list[int], whole: int = 10, **words: Any) -> None:
+        names = [f"m{index}" for index in range(len(needs))]
+        options = ServeOptions(names[0], more_models=tuple(names[1:]), **words)
+        self.now = 0.0
+        self.models = ServedModels(options, [""] * len(needs), self._tell, clock=lambda: self.now)
+        self._needs, self._whole = needs, whole
+        self.commands: list[dict[str, Any]] = []
+        self.done = 0  # of the commands
+        self.loaded: set[int] = set()
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        self.commands.append(event)
+
+    def play(self, *, fails: str | None = None) -> None:
+        """Do what was told, until nothing more is."""
+        while self.done < len(self.commands):
+            command = self.commands[self.done]
+            self.done += 1
+            index = command["model"]
+            match command["event"]:
+                case "load":
+                    self.models.heard({"event": "starting", "model": index})
+                    self._ask(index)
+                case "look":
+                    self._ask(index)
+                case "go" if fails is not None:
+                    self.end(index, fails)
+                case "go":
+                    self.loaded.add(index)
+                    self.models.heard({"event": "ready", "model": index, "context": 64})
+                case "unload":
+                    self.loaded.discard(index)
+                    self.end(index, None, unloaded=True)
+
+    def _ask(self, index: int) -> None:
+        free = self._whole - sum(self._needs[one] for one in self.loaded)
+        sizes = {"need_bytes": self._needs[index] * GIB, "usable_bytes": free * GIB, "whole_bytes": self._whole * GIB}
+        self.models.heard({"event": "needs", "model": index, "device": "cpu", **sizes})
+
+    def end(self, index: int, why: str | None, *, unloaded: bool = False, again: bool = False) -> None:
+        how = {"unloaded": unloaded, "starting_another": again, "restarts": {}}
+        self.models.heard({"event": "ended", "model": index, "why": why, **how})
+
+    async def taken(self, index: int) -> ServedModel:
+        """Use a model as a request does."""
+        model = self.models.all[index]
+        with self.models.waiting(model) as waiting:
+            while not waiting.taken():
+                assert await waiting.change_within(5.0)
+        return model
+
+    async def begun(self, index: int) -> asyncio.Task[ServedModel]:
+        """A request that waits."""
+        task = asyncio.ensure_future(self.taken(index))
+        await asyncio.sleep(0)
+        return task
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+def test_a_model_is_loaded_on_first_use_and_the_least_recently_used_idle_one_makes_room() -> None:
+    async def work() -> None:
+        played = Played([4, 4, 4])
+        for index in (0, 1, 0, 2):
+            task = await played.begun(index)
+            played.play()
+            played.now += 1
+            played.models.release(await task)
+        assert played.loaded == {0, 2}
+        one = played.models.all[1]
+        assert (one.state, one.n_loads, one.n_unloads) == ("unloaded", 1, 1)
+        assert one.unloaded_for == "m2 needs 4.0 GiB, and 2.0 GiB are free on cpu"
+
+    run(work())
+
+
+def test_a_running_request_keeps_its_model_and_the_other_waits_until_it_ends() -> None:
+    async def work() -> None:
+        played = Played([6, 6])
+        task = await played.begun(0)
+        played.play()
+        first = await task
+        waiting = await played.begun(1)
+        played.play()
+        assert (played.loaded, waiting.done()) == ({0}, False)
+        again = await played.begun(0)  # the model in memory goes on answering
+        assert await again is first
+        played.models.release(first)
+        played.play()
+        assert played.loaded == {0}
+        played.models.release(first)
+        played.play()
+        assert (await waiting).id == "m1"
+        assert played.loaded == {1}
+
+    run(work())
+
+
+def test_after_a_while_a_busy_model_takes_no_further_requests_and_so_nobody_waits_for_ever() -> None:
+    async def work() -> None:
+        played = Played([6, 6])
+        played.models._patience_s = 0.01
+        first = played.models.all[0]
+        task = await played.begun(0)
+        played.play()
+        await task
+        waiting = await played.begun(1)
+        played.play()
+        played.now += 1
+        await asyncio.sleep(0.05)
+        late = await played.begun(0)
+        assert not late.done()
+        played.models.release(first)
+        played.play()
+        second = await waiting
+        assert played.loaded == {1}
+        played.models.release(second)
+        played.play()
+        assert await late is first
+        assert played.loaded == {0}
+
+    run(work())
+
+
+def test_who_waits_for_memory_and_leaves_gives_the_claim_up() -> None:
+    async def work() -> None:
+        played = Played([6, 6])
+        task = await played.begun(0)
+        played.play()
+        first = await task
+        waiting = await played.begun(1)
+        played.play()
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+        played.play()
+        assert played.models.all[1].state == "unloaded"
+        played.models.release(first)
+        played.play()
+        assert played.loaded == {0}
+
+    run(work())
+
+
+def test_models_max_unloads_although_there_is_memory() -> None:
+    async def work() -> None:
+        played = Played([1, 1], models_max=1)
+        for index in (0, 1):
+            task = await played.begun(index)
+            played.play()
+            played.models.release(await task)
+        assert played.loaded == {1}
+        assert "--models-max" in (played.models.all[0].unloaded_for or "")
+
+    run(work())
+
+
+def test_a_model_that_fails_to_load_is_told_and_tried_again_by_the_next_request() -> None:
+    async def work() -> None:
+        played = Played([1, 1])
+        waiting = [await played.begun(1), await played.begun(1)]
+        played.play(fails="its file is damaged")
+        for task in waiting:
+            with pytest.raises(Refusal, match="m1 could not be loaded: its file is damaged") as caught:
+                await task
+            assert (caught.value.status, caught.value.code) == (503, "model_failed")
+        task = await played.begun(1)
+        played.play()
+        played.models.release(await task)
+        assert played.models.all[1].n_failures == 1
+
+    run(work())
+
+
+def test_a_model_too_large_for_the_device_is_tried_alone_so_that_its_process_says_what_is_missing() -> None:
+    async def work() -> None:
+        played = Played([4, 12])
+        task = await played.begun(0)
+        played.play()
+        played.models.release(await task)
+        waiting = await played.begun(1)
+        played.play(fails="the weights need 12 GiB, and cpu has 10 GiB to give")
+        with pytest.raises(Refusal, match="need 12 GiB, and cpu has 10 GiB"):
+            await waiting
+        assert played.models.all[0].state == "unloaded"
+
+    run(work())
+
+
+def test_requests_of_a_model_whose_process_dies_end_and_those_that_wait_go_to_the_next() -> None:
+    async def work() -> None:
+        played = Played([1, 1])
+        task = await played.begun(0)
+        played.play()
+        model = await task
+        ended: list[Refusal] = []
+        model.in_flight.add(ended.append)
+        played.end(0, "signal SIGKILL", again=True)
+        assert [(one.status, one.code) for one in ended] == [(503, "engine_restarting")]
+        late = await played.begun(0)
+        assert not late.done()
+        played._ask(0)
+        played.play()
+        assert await late is model
+
+    run(work())
+
+
+def test_random_requests_are_all_answered_and_memory_is_never_exceeded() -> None:
+    async def work() -> None:
+        draw = random.Random(5)
+        needs, whole = [3, 4, 5, 6], 10
+        played = Played(needs, whole)
+        waiting: list[asyncio.Task[ServedModel]] = []
+        running: list[ServedModel] = []
+        for _ in range(2000):
+            played.now += 1
+            match draw.choice(["ask", "end", "end", "play"]):
+                case "ask" if len(waiting) + len(running) < 8:
+                    waiting.append(await played.begun(draw.randrange(4)))
+                case "end" if running:
+                    played.models.release(running.pop(draw.randrange(len(running))))
+                case _:
+                    played.play()
+            await asyncio.sleep(0)
+            running += [task.result() for task in waiting if task.done()]
+            waiting = [task for task in waiting if not task.done()]
+            assert sum(needs[index] for index in played.loaded) <= whole
+            assert all(model.index in played.loaded for model in running)
+        while waiting:
+            while running:
+                played.models.release(running.pop())
+            played.play()
+            await asyncio.sleep(0)
+            running += [task.result() for task in waiting if task.done()]
+            waiting = [task for task in waiting if not task.done()]
+
+    run(work())
+
+
+def test_names_and_aliases() -> None:
+    options = ServeOptions("/x/a.gguf", more_models=("smollm2", "b"), alias=("one", "two=smollm2", "2=smollm2", "a=b"))
+    assert options.names == (("one",), ("two", "2"), ("a",))
+    assert options.of_engine(1).names == (("two", "2"),)
+    assert ServeOptions.from_json(options.to_json()) == options
+    models = ServedModels(options, [""] * 3, print)
+    assert models.find(None) is models.find("one") is models.find("one:latest") is models.all[0]
+    assert models.find("2") is models.all[1]
+    with pytest.raises(Refusal, match="'x' is not served here; 'one', 'two' and 'a' are") as caught:
+        models.find("x")
+    assert caught.value.status == 404
+    anything = ServedModels(ServeOptions("a", more_models=("b",), any_model=True), ["", ""], print)
+    assert anything.find("gpt-4") is anything.all[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ({"alias": ("",)}, "--alias is empty"),
+        ({"more_models": ("/other/a.gguf",)}, "two models are called 'a'"),
+        ({"more_models": ("b",), "alias": ("x", "x=b")}, "two models are called 'x'"),
+        ({"models_max": 0}, "--models-max"),
+    ],
+)
+def test_names_that_cannot_be_told_apart_are_refused(words: dict[str, Any], told: str) -> None:
+    with pytest.raises(BadOption, match=told):
+        ServeOptions("/models/a.gguf", **words)
