@@ -18,7 +18,7 @@ import pytest
 
 from ostinato import LLM
 from ostinato.errors import BadFile
-from ostinato.serve import forward
+from ostinato.serve import forward, upstream
 from ostinato.serve.settings import ServeLimits
 from ostinato.serve.upstream import UpstreamGone
 from tests.cli import tiny_model
@@ -306,7 +306,7 @@ def test_a_request_whose_answer_has_not_begun_is_asked_of_the_next_worker_but_no
         chatted(server, "one")
         n_deaths = 1
 
-        real = forward.asked
+        real = upstream.asked
 
         @asynccontextmanager
         async def dying(path: str, *words: Any) -> AsyncIterator[Any]:

@@ -27,7 +27,7 @@ from ostinato.errors import BadInput, HardwareCannot, OstinatoError, StderrUnwri
 _VERBS: Final = {
     "run": ("run", "Generate text from a prompt, streaming."),
     "chat": ("chat", "Talk with a model in the terminal."),
-    "serve": ("serve", "Serve a model over OpenAI's API, with a page at / and metrics at /metrics."),
+    "serve": ("serve", "Serve models over OpenAI's, Anthropic's and Ollama's APIs, with a page at /."),
     "batch": ("batch", "Answer a file of requests in OpenAI's batch format."),
     "tokenize": ("texts", "Show the tokens of a text."),
     "score": (

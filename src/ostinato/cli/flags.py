@@ -127,7 +127,7 @@ class ModelFlags:
 
     def parameters(self, name: str, default: Any) -> Iterator[inspect.Parameter]:
         help = _MODEL_HELP if default is None else f"{_MODEL_HELP} By default {self._one(default)}."
-        metavar, type = ("MODEL...", list[str] | None) if self._several else ("MODEL", str | None)
+        metavar, type = ("MODEL", list[str] | None) if self._several else ("MODEL", str | None)
         argument = typer.Argument(metavar=metavar, help=help, autocompletion=complete_model)
         kind, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[type, argument]
         yield inspect.Parameter(f"{name}_argument", kind, default=None, annotation=annotation)

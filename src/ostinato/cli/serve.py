@@ -65,10 +65,13 @@ def serve(
         Flag("To the replica that holds the prompt's prefix (the default), or in turn.", panel=_SCALE),
     ] = None,
 ) -> None:
-    """Serve models over the APIs of OpenAI, Anthropic and Ollama, with a page at / and metrics at /metrics.
+    """Serve models over OpenAI's, Anthropic's and Ollama's APIs, with a page at /.
 
-    The first model is loaded at the start, each other one when a request names it. When memory is short, the one that
-    was not used for longest is unloaded. SIGTERM and Ctrl-C let running requests end; once more stops them.
+    The first model is loaded at the start, each other one when a request names it.
+
+    When memory is short, the idle model that was used longest ago is unloaded.
+
+    SIGTERM and Ctrl-C let running requests end; once more stops them.
     """
     from ostinato.serve.supervisor import Supervisor
 

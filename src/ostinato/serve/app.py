@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 
 from ostinato import __version__
 from ostinato.errors import OstinatoError
-from ostinato.serve.body import Forward, forwarding_route, route_with
+from ostinato.serve.body import ForwardRequest, forwarding_route, route_with
 from ostinato.serve.chat import chat, template_text
 from ostinato.serve.completions import complete
 from ostinato.serve.conversation import IGNORED
@@ -53,7 +53,7 @@ from ostinato.serve.shapes import (
     TemplateBody,
     TokenizeBody,
 )
-from ostinato.serve.status import EngineStatus, ModelCard, Status
+from ostinato.serve.status import EngineStatus, ModelCard, ServerStatus
 from ostinato.serve.stream import EVENTS, LINES, json_response
 
 _HERE: Final = Path(__file__).parent
@@ -137,7 +137,9 @@ _OLLAMA: Final = _responses(400, 404, 408, 413, 415, 429, 503, model=OllamaError
 _OLLAMA_STREAMED: Final = _responses(400, 404, 408, 413, 415, 429, 503, streams=LINES, model=OllamaErrorBody)
 
 
-def create_app(service: Service, *, status: Status | None = None, forward: Forward | None = None) -> ASGIApp:
+def create_app(
+    service: Service, *, status: ServerStatus | None = None, forward: ForwardRequest | None = None
+) -> ASGIApp:
     """Everything that a client can reach. `forward`: answers the requests that a model must answer, in place of the
     endpoints here; `status`: says which models there are, and how they are."""
     app = FastAPI(
@@ -233,7 +235,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         return await rerank(service, body, request)
 
 
-def _add_ollama(app: FastAPI, service: Service, status: Status) -> None:
+def _add_ollama(app: FastAPI, service: Service, status: ServerStatus) -> None:
     @app.post("/api/chat", tags=["ollama"], summary="Answer a conversation", responses=_OLLAMA_STREAMED)
     async def api_chat(body: OllamaChatBody, request: Request) -> Response:
         return await ollama_chat(service, body, request)
@@ -304,7 +306,7 @@ def _add_texts(app: FastAPI, service: Service) -> None:
         return json_response({"prompt": await service.in_template_thread(template_text, service, llm, body)})
 
 
-def _add_status(app: FastAPI, status: Status) -> None:
+def _add_status(app: FastAPI, status: ServerStatus) -> None:
     def entry(card: ModelCard, request: Request) -> dict[str, Any]:
         if uses_anthropic(request.scope):
             return anthropic_model(*card)

@@ -200,10 +200,10 @@ def route_with(parse: Parse, in_thread: InThread) -> type[APIRoute]:
 # Not parsed
 
 
-Forward = Callable[[Request], Coroutine[Any, Any, Response]]
+ForwardRequest = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-def forwarding_route(forward: Forward) -> type[APIRoute]:
+def forwarding_route(forward: ForwardRequest) -> type[APIRoute]:
     """A FastAPI route that hands requests with a body to `forward` unparsed; others are answered by their endpoint."""
 
     class ForwardingRoute(APIRoute):

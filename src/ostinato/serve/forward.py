@@ -62,7 +62,7 @@ def read_asked(body: bytes) -> _Asked:
         return _Asked()
 
 
-class Forwarder:
+class ModelForwarder:
     """Forwards requests to the models' processes."""
 
     def __init__(self, service: Service, models: ServedModels, kept: KeptResponses | None) -> None:
@@ -83,7 +83,7 @@ class Forwarder:
 class ForwardedAnswer(Response):
     """The answer of a model's process to one request."""
 
-    def __init__(self, to: Forwarder, request: Request, body: bytes, given: _Asked, model: ServedModel) -> None:
+    def __init__(self, to: ModelForwarder, request: Request, body: bytes, given: _Asked, model: ServedModel) -> None:
         super().__init__()
         self._to, self._request, self._content, self._given, self._model = to, request, body, given, model
         self._record: Record = request.state.record

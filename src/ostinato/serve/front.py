@@ -13,11 +13,11 @@ from typing import Any
 from ostinato.serve import process
 from ostinato.serve.app import create_app
 from ostinato.serve.errors import Refusal
-from ostinato.serve.forward import Forwarder
+from ostinato.serve.forward import ModelForwarder
 from ostinato.serve.front_status import FrontStatus
 from ostinato.serve.http import HttpServer
 from ostinato.serve.metrics import Metrics
-from ostinato.serve.process import Event, ServerProcess, Tell
+from ostinato.serve.process import ProcessEvent, ServerProcess, Tell
 from ostinato.serve.response_keeper import KeptResponses
 from ostinato.serve.served_models import ServedModels, restored
 from ostinato.serve.service import Service
@@ -48,7 +48,7 @@ class Front(ServerProcess):
         self.models = ServedModels(options, sockets, given["tell"])
         kept = None if service.responses is None else KeptResponses(service.responses)
         status = FrontStatus(service, self.models, restarts)
-        app = create_app(service, status=status, forward=Forwarder(service, self.models, kept))
+        app = create_app(service, status=status, forward=ModelForwarder(service, self.models, kept))
         super().__init__(service, app, given["listening"], given["tell"])
         self._private = None if kept is None else HttpServer(kept, service.limits)
         self._private_socket: socket.socket = given["private"]
@@ -63,7 +63,7 @@ class Front(ServerProcess):
             self._private.should_exit = True
             await keeping
 
-    def heard(self, command: Event) -> None:
+    def heard(self, command: ProcessEvent) -> None:
         self.models.heard(command)
 
     def signalled(self) -> None:

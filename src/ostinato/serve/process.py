@@ -26,8 +26,8 @@ from ostinato.serve.service import Service
 HEARTBEAT_S: Final = 1.0
 _LOOK_S: Final = 0.1
 
-Event = dict[str, Any]
-Tell = Callable[[Event], None]
+ProcessEvent = dict[str, Any]
+Tell = Callable[[ProcessEvent], None]
 
 
 class ServerProcess:
@@ -77,7 +77,7 @@ class ServerProcess:
         """End at once: the supervisor has died."""
         self._service.stop()
 
-    def heard(self, command: Event) -> None:
+    def heard(self, command: ProcessEvent) -> None:
         """Act on a command of the supervisor."""
 
     async def run_supervised(self) -> int:
@@ -138,7 +138,7 @@ def main(serve: Callable[[dict[str, Any], Tell], Coroutine[Any, Any, int]]) -> N
     events: int = given["events"]
     os.set_blocking(events, False)
 
-    def tell(event: Event) -> None:
+    def tell(event: ProcessEvent) -> None:
         # A line is short enough to be written whole or not at all: a suspended supervisor (Ctrl-Z) blocks no loop.
         with suppress(OSError):
             os.write(events, json.dumps(event).encode() + b"\n")

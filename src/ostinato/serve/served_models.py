@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 from ostinato.engine.choose import Room, gib
 from ostinato.serve.errors import Refusal
-from ostinato.serve.process import Event, Tell
+from ostinato.serve.process import ProcessEvent, Tell
 from ostinato.serve.settings import LATEST, ServeOptions
 
 # `loading`: its process is started, and may still wait for memory. `failed`: it is not in memory, and `why` says why.
@@ -196,7 +196,7 @@ class ServedModels:
 
     # What the supervisor tells
 
-    def heard(self, event: Event) -> None:
+    def heard(self, event: ProcessEvent) -> None:
         model = self.all[event["model"]]
         match event["event"]:
             case "starting":
@@ -217,7 +217,7 @@ class ServedModels:
             case "ended":
                 self._ended(model, event)
 
-    def _ended(self, model: ServedModel, event: Event) -> None:
+    def _ended(self, model: ServedModel, event: ProcessEvent) -> None:
         why = event["why"]
         model.n_ends += 1
         unloaded = model.state == "unloading" and event["unloaded"]
@@ -300,7 +300,7 @@ class ServedModels:
         self._tell({"event": "unload", "model": model.index, "why": why})
 
 
-def restored(models: ServedModels, events: Mapping[str, list[Event]]) -> None:
+def restored(models: ServedModels, events: Mapping[str, list[ProcessEvent]]) -> None:
     """Bring the models of a new front to the state that their processes, which have outlived the last one, told."""
     for told in events.values():
         for event in told:

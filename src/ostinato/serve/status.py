@@ -1,6 +1,6 @@
 """What a server says of itself: which models it has, whether they are ready, slots and metrics.
 
-`Status` is what the application asks for its pages; here it is that of one engine's process, in `front_status.py` that
+`ServerStatus` is what the application asks for its pages; here it is that of one engine's process, in `front_status.py` that
 of a front with several.
 """
 
@@ -20,7 +20,7 @@ class ModelCard(NamedTuple):
     context: int | None
 
 
-class Status(Protocol):
+class ServerStatus(Protocol):
     """The pages of a server."""
 
     def cards(self) -> list[ModelCard]:

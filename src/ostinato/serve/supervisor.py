@@ -39,8 +39,6 @@ _LOOK_S: Final = 0.5
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _LONGEST_PATH: Final = 100  # of a socket, which is shorter than that of a file; on some systems 103 bytes
 
-Event = dict[str, Any]
-
 
 def listen(host: str, port: int) -> socket.socket:
     """The socket that every worker serves."""
@@ -104,7 +102,7 @@ class Child:
             except BlockingIOError:
                 self.kill("it read no commands")
 
-    def read(self, silent_s: float) -> list[Event] | None:
+    def read(self, silent_s: float) -> list[dict[str, Any]] | None:
         """The events that have arrived; None at the end of the pipe. From now on it may be silent for `silent_s`."""
         part = os.read(self.events, 65_536)
         if not part:
@@ -154,7 +152,7 @@ class Kept:
         self.restarts: Counter[str] = Counter()
         self.young_deaths = 0
         self.ends = False  # it has been told to end
-        self.told: list[Event] = []  # of a worker: what a new front must know
+        self.told: list[dict[str, Any]] = []  # of a worker: what a new front must know
 
     def start(self) -> Child:
         self.ends = False
@@ -277,7 +275,7 @@ class Supervisor:
         }
         return Child(self._command, given, {"socket": self._sockets[str(index)]})
 
-    def _tell_front(self, event: Event) -> None:
+    def _tell_front(self, event: dict[str, Any]) -> None:
         """Tell the front of a worker, and remember what a new front must be told."""
         worker = self._workers[event["model"]]
         if event["event"] in ("starting", "ended"):
@@ -288,13 +286,13 @@ class Supervisor:
 
     # Events
 
-    def _heard(self, kept: Kept, event: Event) -> None:
+    def _heard(self, kept: Kept, event: dict[str, Any]) -> None:
         if kept is self._front:
             self._front_said(event)
         else:
             self._worker_said(kept, self._workers.index(kept), event)
 
-    def _front_said(self, event: Event) -> None:
+    def _front_said(self, event: dict[str, Any]) -> None:
         match event["event"]:
             case "draining":
                 n_running = event["running"]
@@ -317,7 +315,7 @@ class Supervisor:
                 if worker.child is not None:
                     worker.child.tell({"command": command})
 
-    def _worker_said(self, worker: Kept, index: int, event: Event) -> None:
+    def _worker_said(self, worker: Kept, index: int, event: dict[str, Any]) -> None:
         child = worker.child
         assert child is not None
         match event["event"]:

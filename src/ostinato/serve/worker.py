@@ -32,7 +32,7 @@ from ostinato.options import LoadOptions, Talk
 from ostinato.serve import process
 from ostinato.serve.app import create_app
 from ostinato.serve.log import given_id
-from ostinato.serve.process import Event, ServerProcess, Tell, talk
+from ostinato.serve.process import ProcessEvent, ServerProcess, Tell, talk
 from ostinato.serve.response_keeper import FrontKeeper
 from ostinato.serve.service import Service
 from ostinato.serve.settings import ServeOptions
@@ -61,7 +61,7 @@ class Worker(ServerProcess):
             with suppress(asyncio.CancelledError):
                 await loading
 
-    def heard(self, command: Event) -> None:
+    def heard(self, command: ProcessEvent) -> None:
         self.commands.put(command["command"])
 
     def load(self) -> LLM:
