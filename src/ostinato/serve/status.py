@@ -1,7 +1,7 @@
 """What a server says of itself: which models it has, whether they are ready, slots and metrics.
 
-`ServerStatus` is what the application asks for its pages; here it is that of one engine's process, in `front_status.py` that
-of a front with several.
+`ServerStatus` is what the application asks for its pages; here it is that of one engine's process, in
+`front_status.py` that of a front with several.
 """
 
 from __future__ import annotations
