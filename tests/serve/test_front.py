@@ -135,9 +135,11 @@ def test_one_line_of_the_log_for_each_request_with_the_id_and_the_client(fronted
     reply = fronted.post(CHAT, {"messages": HELLO, **FEW})
     id = reply.headers["x-request-id"]
     assert reply.json()["id"] == f"chatcmpl-{id}"
+    fronted.until(lambda: any(line["id"] == id for line in fronted.log))  # it is written after the last byte
     (line,) = [line for line in (*fronted.log, *fronted.front_log) if line["id"] == id]
     assert (line["client"], line["outcome"], line["tokens"]) == ("127.0.0.1", "length", 4)
     refused = fronted.post(CHAT, {"model": "none", "messages": HELLO}).headers["x-request-id"]
+    fronted.until(lambda: any(line["id"] == refused for line in fronted.front_log))
     assert [line["status"] for line in (*fronted.log, *fronted.front_log) if line["id"] == refused] == [404]
 
 
@@ -327,7 +329,7 @@ def test_a_request_whose_answer_has_not_begun_is_asked_of_the_next_worker_but_no
         reply = server.post(CHAT, {"model": "one", "messages": HELLO, **FEW})
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_restarting")
         assert len(asked_of) == 2
-        assert server.front_log[-1]["status"] == 503
+        server.until(lambda: bool(server.front_log) and server.front_log[-1]["status"] == 503)
 
 
 def test_a_model_makes_room_only_when_it_is_idle_and_says_so(two: tuple[Path, Path]) -> None:
