@@ -144,6 +144,8 @@ def samples() -> dict[str, list[Sample]]:
         family, shape = _read(model.kind, model.config)
         if not shape.recurrent:
             family, shape = _read(model.kind, _usual(model.config))
+        # A family that shares a class with another goes by its own name in GGUF alone.
+        family = next((one for one in FAMILIES if one.name == model.architecture and not one.hf), family)
         found.setdefault(family.name, []).append(Sample(name, model.kind, model.architecture, shape))
     return found
 

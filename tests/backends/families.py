@@ -13,6 +13,7 @@ from ostinato.models.gpt_oss import GPT_OSS
 from ostinato.models.gptneox import GPTNEOX
 from ostinato.models.granite import GRANITE, multiplied
 from ostinato.models.hunyuan import HUNYUAN_DENSE
+from ostinato.models.lfm2 import LFM2
 from ostinato.models.llama import LLAMA
 from ostinato.models.mamba import MAMBA, MAMBA2, without_attention
 from ostinato.models.mistral3 import MISTRAL3
@@ -22,8 +23,10 @@ from ostinato.models.phi3 import PHI3
 from ostinato.models.qwen2 import QWEN2
 from ostinato.models.qwen2_moe import QWEN2_MOE
 from ostinato.models.qwen3 import QWEN3, QWEN3_MOE
+from ostinato.models.qwen35 import QWEN35
 from ostinato.models.rope import Rope
 from ostinato.models.shape import (
+    DeltaShape,
     ExpertGroups,
     ExpertShape,
     LayerShape,
@@ -32,6 +35,7 @@ from ostinato.models.shape import (
     Multipliers,
     QueryTemperature,
     Shape,
+    ShortConvShape,
     alike,
     with_rope_where,
 )
@@ -44,6 +48,7 @@ FAMILIES = (
     "gpt-oss",
 )  # fmt: skip
 RECURRENT = ("mamba", "falcon-mamba", "mamba2", "mamba2-limits", "falcon-h1", "falcon-h1-norm")
+WITHOUT_KERNELS = ("lfm2", "qwen35", "qwen35-tiled")  # recurrent ones that a GPU runs by torch's own step
 HIDDEN, N_LAYERS, VOCAB, CONTEXT = 96, 2, 131, 256
 BORDER = 20  # positions of the longest sequence that the short factors of phi3-long rotate
 
@@ -92,6 +97,8 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
     limits = replace(mamba2, inner=128, n_heads=2, n_groups=1, in_bias=True, out_bias=True, dt_limit=(0.1, 0.5))
     factors = Multipliers(0.9, 1.2, 1.3, 0.8, (0.7, 1.1, 0.9, 1.2, 0.8), 1.4, 0.6, 0.9)
     hybrid = replace(plain, family="falcon-h1", multipliers=factors)
+    delta = DeltaShape(n_heads=6, n_key_heads=2, key_width=20, value_width=24, kernel=4)
+    gated = replace(plain, family="qwen35").with_attention(gated=True)
     sizes = {"hidden": HIDDEN, "vocab": VOCAB, "norm_eps": 1e-5}
     recurrent = without_attention(name.removesuffix("-limits").removeprefix("falcon-"), mamba, N_LAYERS, **sizes)
     family, own = {
@@ -116,6 +123,9 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
         "smollm3": (SMOLLM3, with_rope_where(plain, (True, False))),
         "uneven": (LLAMA, uneven(replace(plain, family="llama"))),
         "granite": (GRANITE, replace(multiplied(plain, 0.7, 3.0), embedding_scale=2.5)),
+        "lfm2": (LFM2, plain.with_recurrent_in({0}, ShortConvShape(width=HIDDEN, kernel=3, bias=True))),
+        "qwen35": (QWEN35, gated.with_recurrent_in({0}, delta)),
+        "qwen35-tiled": (QWEN35, gated.with_recurrent_in({1}, replace(delta, value_width=80, tiled=True))),
         "mamba": (MAMBA, recurrent),
         "falcon-mamba": (MAMBA, recurrent.with_layers(recurrent=replace(mamba, norm_eps=1e-5, conv_bias=False))),
         "mamba2": (MAMBA2, recurrent.with_layers(recurrent=mamba2)),

@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.testing import assert_close
 
 from ostinato import LLM, Sampling
@@ -67,7 +68,7 @@ def test_four_prompts_at_once_and_a_prompt_in_two_pieces_give_the_same_tokens(na
     assert cut == together[0]
 
 
-@pytest.mark.parametrize("name", ["gemma3-vision", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["gemma3-vision", "qwen3-vl", "qwen35-vision"])
 def test_the_vision_part_of_a_folder_is_left_out_of_memory_and_said(name: str, tiny_files: Path) -> None:
     with open_checkpoint(tiny.folder(name, tiny_files)) as checkpoint:
         said = why_left_out(checkpoint)
@@ -76,6 +77,31 @@ def test_the_vision_part_of_a_folder_is_left_out_of_memory_and_said(name: str, t
     assert said is not None
     assert f"only the text part runs; {n_left} tensors for pictures" in said
     assert not any("vis" in tensor for tensor in loaded)
+
+
+@pytest.mark.parametrize("form", ["gguf", "current"])
+def test_layers_that_predict_further_tokens_are_left_out_of_memory_and_said(form: str, tmp_path: Path) -> None:
+    config, tensors = tiny.parts_of("qwen35", tmp_path)
+    n_layers = config["num_hidden_layers"]
+    if form == "gguf":
+        more = {f"blk.{n_layers}.{name}.weight": torch.ones(64) for name in ("nextn.enorm", "attn_norm")}
+
+        def one_more(metadata: dict[str, Any]) -> None:
+            n_blocks = metadata["qwen35.block_count"]
+            n_blocks.value += 1
+            metadata["qwen35.nextn_predict_layers"] = replace(n_blocks, value=1)
+
+        tiny_gguf.write(tmp_path / "more.gguf", "qwen35", config, {**tensors, **more}, change=one_more)
+        path = tmp_path / "more.gguf"
+    else:
+        more = {f"mtp.{name}.weight": torch.ones(64) for name in ("norm", "layers.0.input_layernorm")}
+        path = tiny.folder("qwen35", tmp_path)
+        save_file({**tensors, **more}, path / "model.safetensors", metadata={"format": "pt"})
+    with open_checkpoint(path) as checkpoint:
+        said = why_left_out(checkpoint)
+    assert said == f"{path}: 2 tensors for multi-token prediction (0.00 GB) are not loaded"
+    with opened(path) as llm:
+        assert_logits("qwen35", llm)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])

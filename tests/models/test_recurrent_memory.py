@@ -17,7 +17,15 @@ from tests.models import tiny
 
 pytestmark = pytest.mark.slow  # together they take seconds
 
-FAMILIES = ("mamba", "falcon-mamba", "mamba2-groups", "falcon-h1", "falcon-h1-norm")
+FAMILIES = (
+    "mamba",
+    "falcon-mamba",
+    "mamba2-groups",
+    "falcon-h1",
+    "falcon-h1-norm",
+    "lfm2",
+    pytest.param("qwen35", marks=pytest.mark.soak),
+)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -164,7 +164,9 @@ def _gemma3(local_base: float = 1e4, config: Mapping[str, Any] | None = None, **
     return _made("Gemma3ForCausalLM", "gemma3", **{**sizes, "rope_parameters": rope, **(config or {})})
 
 
-def _with_vision(kind: str, architecture: str, text: TinyModel, vision: Mapping[str, Any], **rope: Any) -> TinyModel:
+def _with_vision(
+    kind: str, architecture: str | None, text: TinyModel, vision: Mapping[str, Any], **rope: Any
+) -> TinyModel:
     """A model of two parts, of which one takes pictures."""
     stated = getattr(transformers, kind).config_class.sub_configs["text_config"]  # or any, as that of mistral3
     own_type = getattr(transformers, text.kind).config_class.model_type
@@ -227,6 +229,56 @@ def _falcon_h1(architecture: str | None, **config: Any) -> TinyModel:
         "ssm_multipliers": [0.7, 1.1, 0.9, 1.2, 0.8],
     }
     return _made("FalconH1ForCausalLM", architecture, **{**mixer, **factors, "head_dim": 16, **config})
+
+
+def _lfm2(architecture: str | None, **config: Any) -> TinyModel:
+    sizes = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "norm_eps": 1e-5}
+    exact = {"block_auto_adjust_ff_dim": False, "intermediate_size": 96, "tie_word_embeddings": False}
+    return _made("Lfm2ForCausalLM", architecture, **{**sizes, **exact, **config})
+
+
+def _qwen35(architecture: str | None, kind: str = "Qwen3_5ForCausalLM", **config: Any) -> TinyModel:
+    delta = {
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]}
+    sizes = {"num_hidden_layers": 5, "head_dim": 32, "rope_parameters": rope, "tie_word_embeddings": False}
+    return _made(kind, architecture, **{**delta, **sizes, **config})
+
+
+_NEMOTRON_EXPERTS: Final[Mapping[str, Any]] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+}
+
+
+def _nemotron_h(architecture: str | None, **config: Any) -> TinyModel:
+    sizes = {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+        "head_dim": 16,
+        "ssm_state_size": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "chunk_size": 32,
+    }
+    base = {key: value for key, value in _BASE.items() if key not in ("num_hidden_layers", "rms_norm_eps")}
+    return TinyModel("NemotronHForCausalLM", architecture, {**base, **sizes, **config})
+
+
+_MAMBA2: Final = {"mamba_d_state": 16, "mamba_n_heads": 8, "mamba_chunk_size": 32}
+
+
+def _granite_hybrid(architecture: str | None, **config: Any) -> TinyModel:
+    sizes = {"shared_intermediate_size": 80, "num_local_experts": 0, **_MAMBA2}
+    kinds = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    return _made("GraniteMoeHybridForCausalLM", architecture, **{**_GRANITE, **sizes, **kinds, **config})
 
 
 TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
@@ -352,6 +404,44 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
             mlp_bias=True,
             tie_word_embeddings=True,
         ),
+        "nemotron-h": _nemotron_h("nemotron_h"),
+        "nemotron-h-bias": _nemotron_h(None, use_bias=True, mlp_bias=True, time_step_min=0.3),
+        "granite-hybrid": _granite_hybrid("granitehybrid"),
+        "granite-hybrid-rope": _granite_hybrid(
+            None, position_embedding_type="rope", mamba_proj_bias=True, attention_bias=True
+        ),
+        "bamba": _made("BambaForCausalLM", None, attn_layer_indices=[1], **_MAMBA2),
+        "granite-hybrid-moe": _granite_hybrid("granitehybrid", num_local_experts=4, num_experts_per_tok=2),
+        "nemotron-h-moe": _nemotron_h("nemotron_h_moe", **_NEMOTRON_EXPERTS, routed_scaling_factor=1.7),
+        "nemotron-h-latent": _nemotron_h("nemotron_h_moe", **_NEMOTRON_EXPERTS, moe_latent_size=32),
+        "lfm2-moe": _made(
+            "Lfm2MoeForCausalLM",
+            "lfm2moe",
+            **_EXPERTS,
+            num_dense_layers=1,
+            layer_types=["conv", "full_attention", "conv"],
+        ),
+        "qwen35-moe": _qwen35("qwen35moe", "Qwen3_5MoeForCausalLM", **_EXPERTS, shared_expert_intermediate_size=40),
+        "qwen3-next": _qwen35("qwen3next", "Qwen3NextForCausalLM", **_EXPERTS, shared_expert_intermediate_size=40),
+        "lfm2": _lfm2("lfm2"),
+        "qwen35": _qwen35("qwen35"),
+        "qwen35-vision": _with_vision(
+            "Qwen3_5ForConditionalGeneration",
+            None,
+            _qwen35(None, num_hidden_layers=4),
+            {**_VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 64},
+        ),
+        "qwen35-wide": _qwen35(
+            None,
+            linear_value_head_dim=24,
+            linear_num_value_heads=6,
+            layer_types=["full_attention", "linear_attention", "linear_attention"],
+            num_hidden_layers=3,
+            tie_word_embeddings=True,
+        ),
+        "lfm2-adjusted": _lfm2(
+            None, conv_bias=True, conv_L_cache=4, block_auto_adjust_ff_dim=True, block_multiple_of=16
+        ),
     }
 )
 
@@ -364,6 +454,7 @@ CASES: Final = [
 
 # Prompts after which no greedy choice is a near tie, where the first prompt has one.
 _PROMPT_SEEDS: Final[Mapping[str, int]] = {
+    "nemotron-h-bias": 2,
     "llama": 1,
     "llama-quantised": 1,
     "qwen2": 2,

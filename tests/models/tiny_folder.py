@@ -39,9 +39,12 @@ def original_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if "text_config" in config:
         return {**config, "text_config": _original_text(config["text_config"])}
     kind = config["model_type"]
-    old = {key: value for key, value in config.items() if key not in ("layer_types", "rope_parameters")}
-    if kind == "exaone4":
-        old["layer_types"] = config["layer_types"]
+    newer = (
+        ("rope_parameters",)
+        if kind.startswith(("qwen3_5", "exaone4", "lfm2_moe"))
+        else ("layer_types", "rope_parameters")
+    )
+    old = {key: value for key, value in config.items() if key not in newer}
     old["torch_dtype"] = old.pop("dtype")
     old.pop("transformers_version")
     if kind in ("gemma", "gemma2", "gemma3_text", "gpt2", "cohere", "cohere2", "starcoder2", "ernie4_5") or (
@@ -51,6 +54,16 @@ def original_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind in ("llama", "mistral", "mixtral", "qwen2") and old.get("head_dim") is not None:
         assert old["head_dim"] * old["num_attention_heads"] == old["hidden_size"]
         old.pop("head_dim")
+    if kind == "lfm2":
+        old["full_attn_idxs"] = [i for i, one in enumerate(config["layer_types"]) if one == "full_attention"]
+        old["block_ff_dim"] = old["intermediate_size"]
+    if kind == "nemotron_h":
+        letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+        old["hybrid_override_pattern"] = "".join(letters[one] for one in old.pop("layers_block_type"))
+    if kind == "granitemoehybrid":
+        old["layer_types"] = [
+            one.replace("linear_attention", "mamba").replace("full_", "") for one in config["layer_types"]
+        ]
     if kind == "gemma3_text":
         old["sliding_window_pattern"] = old.pop("_sliding_window_pattern")
     if kind == "qwen3_moe":
@@ -93,7 +106,7 @@ def _original_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rewrite_tensors(path: Path, config: Mapping[str, Any]) -> None:
     """GPT-2 was published without the prefix and with its masks; Llama 2 with the frequencies of its rotation; the
-    experts of Qwen3-VL as [expert, in, out]."""
+    experts of Qwen3-VL as [expert, in, out], those of Qwen3.5 in one tensor."""
     tensors = load_file(path)
     if config["model_type"] == "gpt2":
         tensors = {name.removeprefix("transformer."): value for name, value in tensors.items()}
@@ -108,6 +121,15 @@ def _rewrite_tensors(path: Path, config: Mapping[str, Any]) -> None:
         # As transformers 4.52 and later wrote it.
         old, new = "language_model.model.", "model.language_model."
         tensors = {name.replace(old, new) if old in name else f"model.{name}": value for name, value in tensors.items()}
+    elif config["model_type"] == "qwen3_5_moe_text":
+        # All experts of a layer in two tensors, gate above up.
+        for at in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
+            of_layer = [f"{at}.experts.{expert}" for expert in range(config["num_experts"])]
+            gate, up, down = (
+                torch.stack([tensors.pop(f"{one}.{part}_proj.weight") for one in of_layer])
+                for part in ("gate", "up", "down")
+            )
+            tensors |= {f"{at}.experts.gate_up_proj": torch.cat((gate, up), 1), f"{at}.experts.down_proj": down}
     elif config["model_type"] == "qwen3_vl_moe":
         experts = [name for name in tensors if ".experts." in name]
         tensors |= {name: tensors[name].transpose(1, 2).contiguous() for name in experts}

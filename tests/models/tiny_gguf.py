@@ -19,7 +19,7 @@ from tests.models import tiny_text, tiny_weights
 
 Config = Mapping[str, Any]
 # Architectures whose converter is llama's: rows of Q and K stand so that rotary pairs are neighbours.
-PAIRED: Final = ("llama", "smollm3", "granite", "granitemoe", "arcee", "mistral3")
+PAIRED: Final = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "arcee", "mistral3")
 
 
 def write(
@@ -66,7 +66,7 @@ def text_part(config: Config, tensors: Mapping[str, Tensor]) -> tuple[Config, Ma
 
 
 def _n_layers(config: Config) -> int:
-    return int(config.get("num_hidden_layers") or config["n_layer"])
+    return int(config.get("num_hidden_layers") or config.get("n_layer") or len(config["layers_block_type"]))
 
 
 def _rope(config: Config) -> dict[str, Any]:
@@ -83,6 +83,12 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
         "mamba": _add_mamba,
         "mamba2": _add_mamba2,
         "falcon-h1": _add_falcon_h1,
+        "lfm2": _add_lfm2,
+        "nemotron_h": _add_nemotron_h,
+        "granitehybrid": _add_granite_hybrid,
+        "nemotron_h_moe": _add_nemotron_h,
+        "lfm2moe": _add_lfm2,
+        **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _add_qwen35),
         "bert": _add_encoder,
         "nomic-bert": _add_encoder,
     }
@@ -114,10 +120,7 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
         writer.add_rope_dimension_sections([*_rope(config)["mrope_section"], 0])
         writer.add_num_deepstack_layers(1)
     if architecture in ("granite", "granitemoe"):
-        writer.add_attention_scale(config["attention_multiplier"])
-        writer.add_embedding_scale(config["embedding_multiplier"])
-        writer.add_residual_scale(config["residual_multiplier"])
-        writer.add_logit_scale(config["logits_scaling"])
+        _add_granite_factors(writer, config)
     if architecture == "gemma3":
         _add_gemma3(writer, config)
     _add_experts(writer, architecture, config)
@@ -152,6 +155,32 @@ def _add_experts(writer: Any, architecture: str, config: Config) -> None:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
+
+
+def _add_granite_factors(writer: Any, config: Config) -> None:
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+
+
+def _add_granite_hybrid(writer: Any, config: Config) -> None:
+    kv_heads = [config["num_key_value_heads"] if kind == "full_attention" else 0 for kind in config["layer_types"]]
+    routed = bool(config["num_local_experts"])
+    width = config["intermediate_size" if routed else "shared_intermediate_size"]
+    sizes = {"num_key_value_heads": kv_heads, "intermediate_size": width, "max_position_embeddings": 2**20}
+    _add_common(writer, {**config, **sizes})
+    if routed:
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    _add_granite_factors(writer, config)
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
 
 
 def _add_sizes(writer: Any, config: Config) -> None:
@@ -264,6 +293,67 @@ def _add_falcon_h1(writer: Any, config: Config) -> None:
     writer.add_ssm_group_count(config["mamba_n_groups"])
 
 
+def _add_lfm2(writer: Any, config: Config) -> None:
+    attends = [kind == "full_attention" for kind in config["layer_types"]]
+    kv_heads = [config["num_key_value_heads"] if one else 0 for one in attends]
+    _add_common(writer, {**config, "num_key_value_heads": kv_heads, "rms_norm_eps": config["norm_eps"]})
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _add_qwen35(writer: Any, config: Config) -> None:
+    _add_common(writer, config)
+    rope = _rope(config)
+    writer.add_rope_dimension_count(int(config["head_dim"] * rope["partial_rotary_factor"]))
+    if "mrope_section" in rope:
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    if "moe_intermediate_size" in config:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+    writer.add_full_attention_interval(4)
+
+
+def _add_nemotron_h(writer: Any, config: Config) -> None:
+    kinds = config["layers_block_type"]
+    widths = {"mlp": config["intermediate_size"], "moe": config["moe_intermediate_size"]}
+    writer.add_block_count(len(kinds))
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length([widths.get(kind, 0) for kind in kinds])
+    if "moe" in kinds:
+        writer.add_expert_count(config["n_routed_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_group_count(config["n_group"])
+        if config["moe_latent_size"]:
+            writer.add_moe_latent_size(config["moe_latent_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv([config["num_key_value_heads"] if kind == "full_attention" else 0 for kind in kinds])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_state_size(config["ssm_state_size"])
+    writer.add_ssm_inner_size(config["mamba_num_heads"] * config["mamba_head_dim"])
+    writer.add_ssm_time_step_rank(config["mamba_num_heads"])
+    writer.add_ssm_group_count(config["n_groups"])
+
+
 def _add_encoder(writer: Any, config: Config) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     unused = config["pad_token_id"] + 1 if config["model_type"] == "xlm-roberta" else 0
@@ -316,8 +406,21 @@ def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor])
             name, value = name.replace("e_score_correction_bias", "e_score_correction.bias"), value.flatten()
         elif architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             value = value.T.contiguous()
-        elif architecture in ("mamba", "mamba2", "falcon-h1"):
+        elif architecture == "granitehybrid" and "_shexp" in name and not config["num_local_experts"]:
+            name = name.replace("_shexp", "")  # the shared block is the only one
+        elif architecture == "granitehybrid" and "shared_mlp." in name and not config["num_local_experts"]:
+            name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
+        elif architecture in ("mamba", "mamba2", "falcon-h1", "nemotron_h", "nemotron_h_moe", "granitehybrid"):
             name, value = _mixer_part(name, _multiplied(name, value, config), config)
+        elif architecture.startswith("lfm2"):
+            name = name.replace(".expert_bias", ".expert_bias.bias")
+            value = value.squeeze(1) if name.endswith("conv.conv.weight") else value
+        elif name.endswith("in_proj_qkvz.weight"):
+            qkv, value = _delta_inputs(value, config)
+            yield name.replace("in_proj_qkvz", "in_proj_qkv"), qkv
+            name = name.replace("in_proj_qkvz", "in_proj_z")
+        elif architecture in ("qwen35", "qwen35moe", "qwen3next"):
+            name, value = _delta_part(name, value, config)
         elif architecture in ("bert", "nomic-bert"):
             name = _encoder_name(name, config)
             if config["model_type"] == "xlm-roberta" and "position_embeddings" in name:
@@ -383,6 +486,41 @@ def _multiplied(name: str, value: Tensor, config: Config) -> Tensor:
     return value * float(config["ssm_in_multiplier"]) * factor.unsqueeze(-1)
 
 
+def _delta_part(name: str, value: Tensor, config: Config) -> tuple[str, Tensor]:
+    """A tensor of a gated delta net: decays as they are, and value heads with the same key head apart."""
+    n_keys, n_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    n_shared = 2 * n_keys * config["linear_key_head_dim"]  # rows of queries and keys, which stay where they are
+
+    def apart(rows: Tensor) -> Tensor:
+        if config["model_type"] == "qwen3_next":
+            return rows
+        heads = rows.reshape(n_keys, n_heads // n_keys, -1, *rows.shape[1:])
+        return heads.transpose(0, 1).reshape(rows.shape)
+
+    part = name.partition(".linear_attn.")[2]
+    if not part:
+        return name, value + 1 if name.endswith("norm.weight") else value
+    if part == "A_log":
+        return name, apart(-value.exp())
+    if part == "dt_bias":
+        return name.replace("dt_bias", "dt_proj.bias"), apart(value)
+    if part in ("in_proj_qkv.weight", "conv1d.weight"):
+        value = value.squeeze(1) if part.startswith("conv") else value
+        return name, torch.cat((value[:n_shared], apart(value[n_shared:])))
+    if part == "out_proj.weight":
+        return name, apart(value.T).T.contiguous()
+    return name, value if part == "norm.weight" else apart(value)
+
+
+def _delta_inputs(value: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+    """qwen3next's query, key and value, and its gate, from rows by key heads."""
+    n_keys, width = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] // n_keys * config["linear_value_head_dim"]
+    parts = torch.split(value.view(n_keys, -1, value.shape[-1]), [width, width, values, values], 1)
+    q, k, v, z = (part.flatten(0, 1) for part in parts)
+    return torch.cat((q, k, v)), z
+
+
 def _in_pairs(value: Tensor, n_heads: int) -> Tensor:
     """Rows of each head from two halves to neighbouring pairs, as llama's rotation wants them in GGUF."""
     halves = value.view(n_heads, 2, value.shape[0] // n_heads // 2, *value.shape[1:])
@@ -398,9 +536,10 @@ def _stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             del done[name]
             before, _, after = name.partition(".experts.")
             number, _, matrix = after.partition(".")
-            if before.endswith("block_sparse_moe"):
-                # The name map knows mixtral's stacked experts by the names of the first Llama release.
+            if before.endswith(("block_sparse_moe", "feed_forward")):
+                # The name map knows these stacked experts by the names of the first Llama release.
                 before = before.removeprefix("model.").replace("block_sparse_moe", "feed_forward")
+            before = re.sub(r"backbone\.layers\.(\d+)\.mixer", r"model.layers.\1.mlp", before)
             groups.setdefault(f"{before}.experts.{matrix}", {})[int(number)] = value
     stacked = {name: torch.stack([group[n] for n in sorted(group)]) for name, group in groups.items()}
     return {**done, **stacked}

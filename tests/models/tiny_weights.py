@@ -39,9 +39,12 @@ def _scaled(name: str, noise: Tensor, model: Any) -> Tensor:
     if name.endswith("bias"):
         return noise * 0.2
     if noise.ndim == 1:
-        is_last = name.endswith(("model.norm.weight", "ln_f.weight", "norm_f.weight", "final_layernorm.weight"))
+        last = ("model.norm", "ln_f", "norm_f", "final_layernorm", "embedding_norm")
+        is_last = name.endswith(tuple(f"{norm}.weight" for norm in last))
         around = (6.0 if is_gemma else 3.0) if is_last and _is_tied(model) else 1.0
-        return noise * 0.25 + around - (1.0 if is_gemma else 0.0)  # gemma stores a norm's distance from one
+        # These store a norm's distance from one, but for that of a gated delta net.
+        centred = is_gemma or (kind.startswith(("qwen3_5", "qwen3_next")) and "linear_attn" not in name)
+        return noise * 0.25 + around - (1.0 if centred else 0.0)
     if "embed_out" in name:
         return noise / math.sqrt(noise.shape[-1])
     if "embed" in name or "wte" in name or "wpe" in name:

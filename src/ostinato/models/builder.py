@@ -274,12 +274,16 @@ class Builder:
 
     def delta_net(self, layer: int, m: DeltaShape) -> DeltaMixer:
         s, at = self.shape, f"blk.{layer}."
-        parts = [at + name for name in ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha")]
-        widths = [sum(m.conv_parts), m.inner, m.n_heads, m.n_heads]
+        # Query, key, value and gate; beta and alpha. A file has them apart, or each of the two in one tensor.
+        parts = {"attn_qkv": sum(m.conv_parts), "attn_gate": m.inner}
+        if self.names.has(at + "ssm_in.weight"):
+            parts = {"ssm_in": sum(m.conv_parts) + m.inner}
+        own = {"ssm_ba": 2 * m.n_heads} if self.names.has(at + "ssm_ba.weight") else {}
+        parts |= own or {"ssm_beta": m.n_heads, "ssm_alpha": m.n_heads}
         return DeltaMixer(
             layer,
             m,
-            into=self.linear(parts, widths, s.hidden, bias=False),
+            into=self.linear([at + name for name in parts], list(parts.values()), s.hidden, bias=False),
             conv=self._conv(at + "ssm_conv1d", sum(m.conv_parts), m.kernel, bias=False),
             decay=DeltaDecay(*(self.tensor(at + name, m.n_heads, exact=True) for name in ("ssm_a", "ssm_dt.bias"))),
             norm=self.norm(at + "ssm_norm", m.value_width),

@@ -60,6 +60,7 @@ class Family:
     gguf_transforms: Mapping[str, Transform] = field(default_factory=dict)
     config_transforms: Mapping[str, Transform] = field(default_factory=dict)
     shape_transforms: Callable[[Shape], Mapping[str, Transform]] = lambda shape: {}  # of a folder, too
+    gguf_shape_transforms: Callable[[Shape], Mapping[str, Transform]] = lambda shape: {}
     ignored: re.Pattern[str] = BUFFERS  # tensors of a folder that have no part in what the model gives
     model: Callable[[Builder, Sequence[AnyLayer]], ModelBlocks] = Builder.model
 

@@ -55,6 +55,13 @@ class Fields:
             raise self._wrong(key, list(value), f"one whole number, or a list with one for each of {n_layers} layers")
         return tuple(found)
 
+    def layer_numbers(self, key: str, n_layers: int) -> tuple[int, ...]:
+        """A list of layers by their numbers."""
+        value = self._present(key, None)
+        if not isinstance(value, list) or any(not isinstance(one, int) or not 0 <= one < n_layers for one in value):
+            raise self._wrong(key, value, f"a list of layer numbers from 0 to {n_layers - 1}")
+        return tuple(value)
+
     def number(self, key: str, default: float | None = None) -> float:
         value = self._present(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):

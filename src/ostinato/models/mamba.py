@@ -99,17 +99,17 @@ def mamba_from_config(c: Description) -> Shape:
 
 def mamba2_block_from_gguf(f: Description) -> Mamba2Shape:
     """What GGUF files state of mamba2 blocks; biases and the last norm are there or not."""
-    has = {name: f"blk.0.{name}" in f.tensors for name in ("ssm_in.bias", "ssm_out.bias", "ssm_conv1d.bias")}
+    found = {name.partition(".ssm_")[2] for name in f.tensors}  # in any layer: not all of them need recur
     shape = Mamba2Shape(
         inner=f.integer("ssm.inner_size"),
         state=f.integer("ssm.state_size"),
         kernel=f.integer("ssm.conv_kernel"),
         n_heads=f.integer("ssm.time_step_rank"),  # GGUF's word for it
         n_groups=f.integer("ssm.group_count", 1),
-        in_bias=has["ssm_in.bias"],
-        out_bias=has["ssm_out.bias"],
-        conv_bias=has["ssm_conv1d.bias"],
-        gated_norm="blk.0.ssm_norm.weight" in f.tensors,
+        in_bias="in.bias" in found,
+        out_bias="out.bias" in found,
+        conv_bias="conv1d.bias" in found,
+        gated_norm="norm.weight" in found,
     )
     return divided(shape, f)
 

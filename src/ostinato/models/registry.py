@@ -26,11 +26,14 @@ from ostinato.models.gpt2 import GPT2
 from ostinato.models.gpt_oss import GPT_OSS
 from ostinato.models.gptneox import GPTNEOX
 from ostinato.models.granite import GRANITE, GRANITE_MOE
+from ostinato.models.granite_hybrid import GRANITE_HYBRID
 from ostinato.models.hunyuan import HUNYUAN_DENSE
+from ostinato.models.lfm2 import LFM2, LFM2_MOE
 from ostinato.models.llama import LLAMA
 from ostinato.models.mamba import MAMBA, MAMBA2
 from ostinato.models.mistral3 import MISTRAL3
 from ostinato.models.mixtral import MIXTRAL
+from ostinato.models.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from ostinato.models.olmo2 import OLMO2, OLMO3
 from ostinato.models.olmoe import OLMOE
 from ostinato.models.phi2 import PHI2
@@ -39,6 +42,7 @@ from ostinato.models.pooling import pooling_of_decoder
 from ostinato.models.qwen2 import QWEN2
 from ostinato.models.qwen2_moe import QWEN2_MOE
 from ostinato.models.qwen3 import QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
+from ostinato.models.qwen35 import QWEN3_NEXT, QWEN35, QWEN35_MOE
 from ostinato.models.seed_oss import SEED_OSS
 from ostinato.models.shape import Shape, checked
 from ostinato.models.smollm3 import SMOLLM3
@@ -50,7 +54,8 @@ FAMILIES: Final = (
     LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, PHI3, GPT2, MIXTRAL, MAMBA, MAMBA2, FALCON_H1, BERT,
     NOMIC_BERT, XLM_ROBERTA, SMOLLM3, GRANITE, QWEN3_VL, QWEN2_MOE, OLMO2, OLMO3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5,
     HUNYUAN_DENSE, ARCEE, STARCODER2, STABLELM, PHI2, GPTNEOX, COMMAND_R, COHERE2, QWEN3_VL_MOE, GLM4_MOE,
-    ERNIE4_5_MOE, GRANITE_MOE, OLMOE, MISTRAL3, GPT_OSS,
+    ERNIE4_5_MOE, GRANITE_MOE, OLMOE, MISTRAL3, GPT_OSS, LFM2, QWEN35, NEMOTRON_H, GRANITE_HYBRID, LFM2_MOE,
+    QWEN35_MOE, QWEN3_NEXT, NEMOTRON_H_MOE,
 )  # fmt: skip
 
 BY_GGUF: Final[Mapping[str, Family]] = MappingProxyType({f.name: f for f in FAMILIES if f.in_gguf})
@@ -117,7 +122,8 @@ def table_of(checkpoint: Checkpoint) -> TensorTable:
     aside = {name for names in _left_out(checkpoint).values() for name in names}
     if checkpoint.format == "gguf":
         kept = [name for name in checkpoint.tensors if name not in aside]
-        return TensorTable(checkpoint, translate(kept, family.gguf_names), family.gguf_transforms)
+        transforms = {**family.gguf_transforms, **family.gguf_shape_transforms(read_shape(checkpoint))}
+        return TensorTable(checkpoint, translate(kept, family.gguf_names), transforms)
     alone = {_alone(name): name for name in checkpoint.tensors if name not in aside}
     names = {ours: alone[name] for ours, name in translate(alone, family.names, family.ignored).items()}
     transforms = {**family.config_transforms, **family.shape_transforms(read_shape(checkpoint))}

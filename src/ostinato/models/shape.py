@@ -7,7 +7,7 @@ family states alike, and a family changes by `replace` what it does differently.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -302,6 +302,14 @@ class Shape:
         both = zip((layer.attention for layer in self.layers), each, strict=True)
         return self.with_layers(attention=tuple(one and replace(one, **own) for one, own in both))
 
+    def with_recurrent_in(self, layers: Collection[int], recurrent: RecurrentShape) -> Shape:
+        """The same with this recurrent block in place of attention in these layers."""
+        changed = (
+            replace(one, attention=None, recurrent=recurrent) if number in layers else one
+            for number, one in enumerate(self.layers)
+        )
+        return replace(self, layers=tuple(changed))
+
     @property
     def default_context(self) -> int:
         """As trained; with longrope the range in which its short factors, made for it, hold."""
@@ -364,7 +372,7 @@ def alike(
 
 def common_from_gguf(f: Description, pairing: Pairing = "halves") -> Shape:
     """What llama-like GGUF files state under `<architecture>.`; a list has one number for each layer, and a layer
-    without key and value heads has no attention."""
+    without key and value heads has no attention. Layers that predict further tokens are left out."""
     n_stated = limited(f.integer("block_count"), f)
     hidden, n_heads = f.integer("embedding_length"), f.per_layer("attention.head_count", n_stated)
     n_kv_heads = f.per_layer("attention.head_count_kv", n_stated, n_heads)
@@ -385,6 +393,8 @@ def common_from_gguf(f: Description, pairing: Pairing = "halves") -> Shape:
     ]
     n_layers = n_stated - n_further_layers(f)
     ff_widths = f.per_layer("feed_forward_length", n_stated, least=0)
+    if n_layers < 1:
+        raise BadFile(f"{f.path}: {n_stated - n_layers} of {n_stated} layers predict further tokens; none is left")
     return Shape(
         family=f.family,
         hidden=hidden,
@@ -506,17 +516,23 @@ def windows_from_config(c: Fields, n_layers: int, first_windowed: int = 0) -> tu
     return tuple(window if layer >= first else None for layer in range(n_layers))
 
 
-def layer_types(c: Fields, n_layers: int) -> Sequence[str]:
-    """config.json's list of `sliding_attention` and `full_attention`, one per layer."""
-    kinds = c.raw("layer_types")
-    known = ("sliding_attention", "full_attention")
+def layer_types(
+    c: Fields,
+    n_layers: int,
+    known: Sequence[str] = ("sliding_attention", "full_attention"),
+    *,
+    key: str = "layer_types",
+) -> Sequence[str]:
+    """config.json's list of the kind of each layer."""
+    kinds = c.raw(key)
     if not isinstance(kinds, list) or len(kinds) != n_layers or any(kind not in known for kind in kinds):
-        raise BadFile(f"{c.path}: layer_types must list {n_layers} of {known[0]!r} and {known[1]!r}")
+        raise BadFile(f"{c.path}: {key} must list {n_layers} of {' and '.join(map(repr, known))}")
     return kinds
 
 
-def activation_from_config(c: Fields) -> Activation:
-    name = c.word("hidden_activation", c.word("hidden_act", c.word("activation_function", "silu")))
+def activation_from_config(c: Fields, name: str | None = None) -> Activation:
+    """The activation function that config.json names, or `name` where a family has a key of its own for it."""
+    name = name or c.word("hidden_activation", c.word("hidden_act", c.word("activation_function", "silu")))
     if name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise Unsupported(f"{c.path}: the activation {name!r} is not supported; known: {known}")

@@ -12,11 +12,10 @@ from ostinato.backends.memory_rows import FLOAT_BYTES, LIBRARIES, output_row, sh
 from ostinato.backends.native.library import cpu_library, why_no_native
 from ostinato.backends.native.pages import KV_TYPES, NativePages
 from ostinato.backends.runner import Runner
-from ostinato.errors import InternalError
 from ostinato.files.unpack import Floats
 from ostinato.loop.wake import FileWakeEvent
 from ostinato.models.header import HeaderTensors
-from ostinato.models.shape import Mamba2Shape, MambaShape, Shape
+from ostinato.models.shape import DeltaShape, Mamba2Shape, MambaShape, Shape, ShortConvShape
 from ostinato.options import Activations, LoadOptions
 
 if TYPE_CHECKING:
@@ -167,11 +166,6 @@ def why_not_blocks(shape: Shape) -> str | None:
             f"{min(odd, default=0)}",
         ),
         (
-            not all(isinstance(one, MambaShape | Mamba2Shape) for one in shape.recurrent.values()),
-            "of recurrent blocks the native loop has those of mamba and mamba2",
-        ),
-        (any(one.gated for one in shape.attention.values()), "the native loop has no gates on the output of attention"),
-        (
             shape.experts is not None and (shape.experts.latent_width or 0) > shape.hidden,
             "the native loop wants experts' latent space to be no wider than the model",
         ),
@@ -209,8 +203,10 @@ def _recurrent_row(shape: Shape) -> tuple[int, int]:
                 kept = 4 * channels + recurrent.dt_rank + 2 * recurrent.state
             case Mamba2Shape(inner=channels):
                 kept = channels + 2 * recurrent.conv_width + 3 * recurrent.n_heads
-            case other:
-                raise InternalError(f"the workspace of {other} is not counted")
+            case ShortConvShape(width=channels):
+                kept = 4 * channels
+            case DeltaShape(inner=channels):
+                kept = 2 * sum(recurrent.conv_parts) + channels + 4 * recurrent.n_heads
         inner, own = max(inner, channels), max(own, kept)
     beside = shape.recurrent.keys() & shape.attention.keys()
     return inner, FLOAT_BYTES * (own + (shape.hidden if beside else 0))

@@ -27,6 +27,7 @@ from ostinato.models.blocks import (
     MLP,
     AnyLayer,
     Attention,
+    DeltaMixer,
     Experts,
     GatedMLP,
     Layer,
@@ -38,14 +39,20 @@ from ostinato.models.blocks import (
     Norm,
     PlainMLP,
     PostNormLayer,
+    ShortConvMixer,
 )
 from ostinato.models.rope import Rope
 from ostinato.models.shape import ExpertGroups, ExpertShape, QKNorm, Shape
 from ostinato.options import Activations
 
 LANES: Final = 16
-MOST_PARTS: Final = 3
-_MIXERS: Final = (MambaMixer, Mamba2Mixer)  # in the order of the enumeration in `src/loop.h`
+MOST_PARTS: Final = 4
+_MIXERS: Final = (
+    MambaMixer,
+    Mamba2Mixer,
+    ShortConvMixer,
+    DeltaMixer,
+)  # in the order of the enumeration in `src/loop.h`
 _QK_NORMS: Final[tuple[QKNorm, ...]] = ("heads", "rows", "after_rope")
 _ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3, "clamped_swiglu": 4}
 
@@ -81,7 +88,7 @@ class _Mixer(Structure):
         ("norms", _Norm * 3),
         *((name, c_void_p) for name in ("inputs", "scanned")),
         *((name, c_int) for name in ("kind", "inner", "state", "kernel", "n_heads", "n_groups", "dt_rank")),
-        ("norm_first", c_int),
+        *((name, c_int) for name in ("norm_first", "tiled")),
         *((name, c_float) for name in ("input_scale", "norm_eps", "least_step", "most_step")),
     )
 
@@ -95,7 +102,8 @@ class _Layer(Structure):
         *((name, c_void_p) for name in ("experts", "choice_bias", "sinks", "mixer")),
         ("cache", _Cache),
         *((name, c_int) for name in ("window", "rope", "ff_width", "group", "gated")),
-        *((name, c_int) for name in ("qk_norm", "parallel", "n_heads", "n_kv_heads", "head_width", "temperature_span")),
+        *((name, c_int) for name in ("qk_norm", "parallel", "n_heads", "n_kv_heads", "head_width")),
+        *((name, c_int) for name in ("has_gates", "temperature_span")),
         *((name, c_float) for name in ("query_scale", "softcap", "temperature", "attention_scale")),
     )
 
@@ -333,32 +341,33 @@ class NativeStep:
         out.cache, out.group = _cache(memory.layers[number]), memory.group_of[number]
         out.window, out.rope = s.window or 0, -1 if s.rope is None else ropes.index(s.rope)
         out.n_heads, out.n_kv_heads, out.head_width = s.n_heads, s.n_kv_heads, s.head_width
+        out.has_gates = s.gated
         out.query_scale, out.softcap = s.query_scale, s.softcap or 0.0
         out.qk_norm, out.sinks = _QK_NORMS.index(s.qk_norm), self._table(attention.sinks)
         if s.temperature is not None:
             out.temperature, out.temperature_span = s.temperature.scale, s.temperature.span
 
     def _set_mixer(self, out: _Layer, mixer: Mixer, memory: NativePages, input_scale: float) -> None:
-        if not isinstance(mixer, _MIXERS):
-            raise InternalError(f"the native loop was given a {type(mixer).__name__} and does not know it")
-        inputs, scanned = memory.states[mixer.layer]
+        inputs, *scanned = memory.states[mixer.layer]  # a short convolution has nothing else
         common: dict[str, Any] = {
             "into": self._product(mixer.into),
             "out": self._product(mixer.out),
             "conv_weight": self._kept.floats(mixer.conv.weight.T),
             "conv_bias": self._table(mixer.conv.bias),
-            "d": self._kept.floats(mixer.decay.d),
-            "dt_bias": self._kept.floats(mixer.decay.dt_bias),
             "inputs": address_of(inputs),
-            "scanned": address_of(scanned),
+            "scanned": address_of(scanned[0]) if scanned else None,
             "kind": list(_MIXERS).index(type(mixer)),
             "input_scale": _factor(input_scale),
-            **{name: getattr(mixer.shape, name) for name in ("inner", "state", "kernel")},
+            "kernel": mixer.shape.kernel,
         }
+        if not isinstance(mixer, ShortConvMixer):
+            common |= {"inner": mixer.shape.inner, "dt_bias": self._kept.floats(mixer.decay.dt_bias), "most_step": inf}
         match mixer:
             case MambaMixer():
                 made = _Mixer(
                     **common,
+                    state=mixer.shape.state,
+                    d=self._kept.floats(mixer.decay.d),
                     select=self._product(mixer.select),
                     step=self._product(mixer.step),
                     a=self._kept.floats(mixer.decay.a.T),
@@ -366,19 +375,33 @@ class NativeStep:
                     n_groups=1,
                     dt_rank=mixer.shape.dt_rank,
                     norm_eps=mixer.shape.norm_eps or 0.0,
-                    most_step=inf,
                 )
             case Mamba2Mixer():
+                common["least_step"], common["most_step"] = mixer.shape.dt_limit
                 made = _Mixer(
                     **common,
+                    state=mixer.shape.state,
+                    d=self._kept.floats(mixer.decay.d),
                     a=self._kept.floats(mixer.decay.a),
                     norm=self._table(mixer.norm),
                     n_heads=mixer.shape.n_heads,
                     n_groups=mixer.shape.n_groups,
                     norm_first=mixer.shape.norm_first,
                     norm_eps=mixer.norm_eps,
-                    least_step=mixer.shape.dt_limit[0],
-                    most_step=mixer.shape.dt_limit[1],
+                )
+            case ShortConvMixer():
+                made = _Mixer(**common, inner=mixer.shape.width, n_groups=1)
+            case DeltaMixer():
+                made = _Mixer(
+                    **common,
+                    state=mixer.shape.key_width,
+                    a=self._kept.floats(mixer.decay.a),
+                    norm=self._table(mixer.norm.weight),
+                    n_heads=mixer.shape.n_heads,
+                    n_groups=mixer.shape.n_key_heads,
+                    norm_first=True,
+                    tiled=mixer.shape.tiled,
+                    norm_eps=mixer.norm.eps,
                 )
         out.mixer = self._kept.structs(_Mixer, [made])
 

@@ -24,7 +24,7 @@
 namespace loop {
 
 constexpr int FEW_ROWS = 2;          // so few rows are prepared by every member for itself
-constexpr int MOST_PARTS = 3;        // matrices above one another that are one product: q, k and v; gate and up
+constexpr int MOST_PARTS = 4;        // matrices above one another that are one product: q, k and v; gate and up
 // At most this long between two wakes of the host while only tokens were produced.
 constexpr long long WAKE_INTERVAL_NS = 16'000'000;
 constexpr int ROWS_TOGETHER = 16;    // of a chunk, whose heads a member takes at once
@@ -40,20 +40,24 @@ struct Product {
 
 // A recurrent block. Its states lie one slot after the other, channels last (mixer.h).
 struct Mixer {
-    Product into;  // mamba2: gate, what is scanned, b and c, the steps; mamba: what is scanned, and its gate
+    // mamba2: gate, what is scanned, b and c, the steps; mamba: what is scanned, and its gate; a short convolution: the
+    // gate before it, the one after it, what is convolved; a delta net: query, key, value, gate, beta, alpha
+    Product into;
     Product select, step;  // mamba's steps, b and c of the convolved input
     Product out;
     const float *conv_weight, *conv_bias;  // [kernel][channels]; [channels], or null
     const float *a, *d, *dt_bias;          // a: [heads], or mamba's [state][inner]
-    const float* norm;                     // of the gated output, [inner], or null
+    const float* norm;                     // of the gated output, [inner], a delta net's [value_width], or null
     block::Norm norms[3];                  // of mamba's step, b and c
     float *inputs, *scanned;               // states: the last inputs of the convolution, and of the scan
-    int kind, inner, state, kernel, n_heads, n_groups, dt_rank, norm_first;
+    // of a delta net: `state` is the width of a key, `n_groups` counts key heads, which value heads share side by side, or
+    // `tiled`: n_groups apart
+    int kind, inner, state, kernel, n_heads, n_groups, dt_rank, norm_first, tiled;
     float input_scale;  // of what goes in; 0: none
     float norm_eps, least_step, most_step;
 };
 
-enum MixerKind { MAMBA, MAMBA2 };
+enum MixerKind { MAMBA, MAMBA2, SHORT_CONV, DELTA };
 // What q_norm and k_norm are of: each head before its rotation, all heads of a row, each head after its rotation.
 enum QkNorm { OF_HEADS, OF_ROWS, AFTER_ROPE };
 
@@ -79,6 +83,7 @@ struct Layer {
     int qk_norm;   // of `QkNorm`
     int parallel;  // the MLP takes in what attention did, before the residual gains
     int n_heads, n_kv_heads, head_width;
+    int has_gates;  // on what query heads have seen; each stands behind its query
     int temperature_span;        // positions after which queries grow; 0: never
     float query_scale, softcap;  // 0: no cap
     float temperature;
@@ -88,7 +93,8 @@ struct Layer {
     const float* sink_of(int head) const { return sinks ? sinks + head : nullptr; }
     int queries() const { return n_heads / n_kv_heads; }  // that share a key head
     int attended_width() const { return n_heads * head_width; }
-    int qkv_width() const { return (n_heads + 2 * n_kv_heads) * head_width; }
+    int query_step() const { return has_gates ? 2 * head_width : head_width; }
+    int qkv_width() const { return n_heads * query_step() + 2 * n_kv_heads * head_width; }
 };
 
 struct Rope {
@@ -285,8 +291,10 @@ struct ForwardPass {
 
     static int at_least(int n, int wanted) { return padded(wanted) > n ? padded(wanted) : n; }
 
-    // Channels of a recurrent block's convolution: in mamba2 b and c go through it too.
-    static int channels_of(const Mixer& w) { return w.inner + (w.kind == MAMBA2 ? 2 * w.n_groups * w.state : 0); }
+    // Channels of a recurrent block's convolution: mamba2's b and c and a delta net's queries and keys go through it too.
+    static int channels_of(const Mixer& w) {
+        return w.inner + (w.kind == MAMBA2 || w.kind == DELTA ? 2 * w.n_groups * w.state : 0);
+    }
 
     size_t expert_row_bytes() const {
         const int cols = plan.hidden > plan.widest_ff ? plan.hidden : plan.widest_ff;
@@ -504,7 +512,7 @@ struct ForwardPass {
         if (is_chunk) attend_chunk(m, layer);
         else attend_rows(m, layer);
         m.barrier();
-        const Inputs seen = prepared(m, layer.attended_width(), [&](int row) { return attended_row(m, layer, row); });
+        const Inputs seen = prepared(m, layer.attended_width(), [&](int row) { return gated_heads(m, layer, row); });
         product(m, layer.out, seen, out, hidden_stride);
         m.barrier();
         return made;
@@ -625,7 +633,7 @@ struct ForwardPass {
     // A query head of a row, after QK norm, RoPE and scaling.
     void query_of(const Layer& layer, int row, int head, float* q) const {
         const int width = layer.head_width;
-        memcpy(q, qkv + size_t(row) * qkv_stride + size_t(head) * width, width * sizeof(float));
+        memcpy(q, qkv + size_t(row) * qkv_stride + size_t(head) * layer.query_step(), width * sizeof(float));
         turn(layer, row, layer.q_norm, q);
         if (layer.temperature_span) block::scale_by(q, query_factor(layer, position_of(row)), width);
         block::scale_by(q, layer.query_scale, width);
@@ -652,7 +660,7 @@ struct ForwardPass {
     // A row's key and value of one head into its page.
     void keep(const Layer& layer, int row, const attention::Past& past) const {
         const int width = layer.head_width;
-        float* key = qkv + size_t(row) * qkv_stride + size_t(layer.n_heads + past.kv) * width;
+        float* key = qkv + size_t(row) * qkv_stride + size_t(layer.n_heads) * layer.query_step() + size_t(past.kv) * width;
         turn(layer, row, layer.k_norm, key);
         attention::append(past, position_of(row), key, key + size_t(layer.n_kv_heads) * width);
     }
@@ -734,6 +742,19 @@ struct ForwardPass {
     }
 
     // What all heads of a row have seen: there already, or joined of the blocks.
+    // What a row's heads have seen, each by its gate where there are gates.
+    const float* gated_heads(team::Member& m, const Layer& layer, int row) {
+        const float* seen = attended_row(m, layer, row);
+        if (!layer.has_gates) return seen;
+        float* to = normed_row(m, row);
+        const float* gate = qkv + size_t(row) * qkv_stride + layer.head_width;
+        if (to != seen) memcpy(to, seen, layer.attended_width() * sizeof(float));
+        for (int head = 0; head < layer.n_heads; head++)
+            block::gate_by(to + size_t(head) * layer.head_width, gate + size_t(head) * layer.query_step(),
+                           layer.head_width, block::SIGMOID);
+        return to;
+    }
+
     const float* attended_row(team::Member& m, const Layer& layer, int row) {
         float* there = attended + size_t(row) * attended_stride;
         if (is_chunk || !shared_by_block(layer)) return there;
@@ -828,9 +849,11 @@ struct ForwardPass {
     void recur(team::Member& m, const Mixer& w, const Inputs& in, float* to) {
         product(m, w.into, in, into, into_stride);
         m.barrier();
+        if (w.kind == SHORT_CONV) gate_inputs(m, w);
         convolve(m, w);
         m.barrier();
         if (w.kind == MAMBA) select(m, w);
+        if (w.kind == DELTA) set_lengths(m, w);
         scan(m, w);
         m.barrier();
         const Inputs gated = prepared(m, w.inner, [&](int row) { return gated_row(m, w, row); });
@@ -838,7 +861,10 @@ struct ForwardPass {
         m.barrier();
     }
 
-    static int first_convolved(const Mixer& w) { return w.kind == MAMBA2 ? w.inner : 0; }  // column of `into`
+    // Column of `into`.
+    static int first_convolved(const Mixer& w) {
+        return w.kind == MAMBA2 ? w.inner : w.kind == SHORT_CONV ? 2 * w.inner : 0;
+    }
     static int n_pieces(int channels) { return (channels + CHANNELS_TOGETHER - 1) / CHANNELS_TOGETHER; }
     float* inputs_of(const Mixer& w, const Run& run) const {
         return w.inputs + size_t(run.slot) * (w.kernel - 1) * channels_of(w);
@@ -852,15 +878,40 @@ struct ForwardPass {
             const Run run = run_at(row);
             const float* state = run.fresh ? nullptr : inputs_of(w, run);
             mixer::convolve(rows_of(into, into_stride, run, first_convolved(w)), row - run.first_row, state, w.conv_weight,
-                            w.conv_bias, w.kernel, channels, from, end, convolved + size_t(row) * convolved_stride);
+                            w.conv_bias, w.kernel, channels, from, end, w.kind != SHORT_CONV,
+                            convolved + size_t(row) * convolved_stride);
         });
-        if (w.kind != MAMBA2) return;
+        if (w.kind != MAMBA2 && w.kind != DELTA) return;
         m.each(n_rows, [&](int row) {
             const float* given = into + size_t(row) * into_stride + w.inner + channels;
+            const float* beta = given;
+            if (w.kind == DELTA) given += w.n_heads;
             float* step = steps + size_t(row) * steps_stride;
             memcpy(step, given, w.n_heads * sizeof(float));
             mixer::steps_of(step, w.dt_bias, w.a, w.n_heads, w.least_step, w.most_step, step + w.n_heads);
+            if (w.kind != DELTA) return;
+            memcpy(step, beta, w.n_heads * sizeof(float));
+            block::activate(step, w.n_heads, block::SIGMOID);
         });
+    }
+
+    // What a short convolution takes in, by its first gate.
+    void gate_inputs(team::Member& m, const Mixer& w) {
+        m.each(n_rows, [&](int row) {
+            float* at = into + size_t(row) * into_stride;
+            block::multiply_by(at + 2 * w.inner, at, w.inner);
+        });
+        m.barrier();
+    }
+
+    // A delta net's keys have length 1, its queries that of a scaled one.
+    void set_lengths(team::Member& m, const Mixer& w) {
+        const int heads = 2 * w.n_groups;
+        m.each(n_rows * heads, [&](int unit) {
+            float* head = convolved + size_t(unit / heads) * convolved_stride + size_t(unit % heads) * w.state;
+            mixer::set_length(head, w.state, unit % heads < w.n_groups ? 1.0f / std::sqrt(float(w.state)) : 1.0f);
+        });
+        m.barrier();
     }
 
     // mamba's steps, b and c: products of the convolved rows.
@@ -891,7 +942,7 @@ struct ForwardPass {
 
     // Every sequence's heads, or pieces of its channels, each by one member; and the inputs that its next rows will need.
     void scan(team::Member& m, const Mixer& w) {
-        const int of_each = w.kind == MAMBA2 ? w.n_heads : n_pieces(w.inner), units = of_each + 1;
+        const int of_each = w.kind == MAMBA ? n_pieces(w.inner) : w.n_heads, units = of_each + 1;
         m.each(n_sequences() * units, [&](int unit) {
             const Run run = run_of(unit / units);
             const int which = unit % units;
@@ -899,6 +950,7 @@ struct ForwardPass {
                 const mixer::Rows inputs = rows_of(into, into_stride, run, first_convolved(w));
                 mixer::keep_inputs(inputs, inputs_of(w, run), run.fresh, w.kernel, channels_of(w));
             } else if (w.kind == MAMBA2) scan_head(w, run, which);
+            else if (w.kind == DELTA) delta_head(w, run, which);
             else scan_channels(w, run, which * CHANNELS_TOGETHER);
         });
     }
@@ -912,6 +964,19 @@ struct ForwardPass {
                          rows_of(steps, steps_stride, run, w.n_heads + head), rows_of(convolved, convolved_stride, run, b),
                          rows_of(convolved, convolved_stride, run, c), w.d[head], s, w.state, width);
     }
+
+    void delta_head(const Mixer& w, const Run& run, int head) {
+        const int width = w.inner / w.n_heads, shared = w.tiled ? head % w.n_groups : head / (w.n_heads / w.n_groups);
+        float* s = w.scanned + (size_t(run.slot) * w.n_heads + head) * w.state * width;
+        if (run.fresh) memset(s, 0, size_t(w.state) * width * sizeof(float));
+        const int q = shared * w.state, k = q + w.n_groups * w.state, v = first_value(w) + head * width;
+        mixer::delta_head(rows_of(convolved, convolved_stride, run, v), rows_of(steps, steps_stride, run, head),
+                          rows_of(steps, steps_stride, run, w.n_heads + head), rows_of(convolved, convolved_stride, run, q),
+                          rows_of(convolved, convolved_stride, run, k), s, w.state, width);
+    }
+
+    // Column of `convolved`: a delta net's values stand behind its queries and keys.
+    static int first_value(const Mixer& w) { return w.kind == DELTA ? 2 * w.n_groups * w.state : 0; }
 
     void scan_channels(const Mixer& w, const Run& run, int from) {
         const int end = from + CHANNELS_TOGETHER < w.inner ? from + CHANNELS_TOGETHER : w.inner;
@@ -927,12 +992,17 @@ struct ForwardPass {
     // What was scanned, by its gate; normed by groups before or after, where the block has that norm.
     const float* gated_row(team::Member& m, const Mixer& w, int row) {
         float* to = normed_row(m, row);
-        const float* gate = into + size_t(row) * into_stride + (w.kind == MAMBA2 ? 0 : w.inner);
-        memcpy(to, convolved + size_t(row) * convolved_stride, w.inner * sizeof(float));
+        const int column = w.kind == MAMBA2 ? 0 : w.kind == DELTA ? channels_of(w) : w.inner;
+        const float* gate = into + size_t(row) * into_stride + column;
+        memcpy(to, convolved + size_t(row) * convolved_stride + first_value(w), w.inner * sizeof(float));
+        if (w.kind == SHORT_CONV) {
+            block::multiply_by(to, gate, w.inner);
+            return to;
+        }
         if (!w.norm || !w.norm_first) block::gate_by(to, gate, w.inner, block::SILU);
-        const int width = w.inner / w.n_groups;
+        const int width = w.inner / (w.kind == DELTA ? w.n_heads : w.n_groups);
         for (int at = 0; w.norm && at < w.inner; at += width)
-            block::rms_norm(to + at, w.norm + at, width, w.norm_eps, to + at);
+            block::rms_norm(to + at, w.norm + (w.kind == DELTA ? 0 : at), width, w.norm_eps, to + at);
         if (w.norm && w.norm_first) block::gate_by(to, gate, w.inner, block::SILU);
         return to;
     }

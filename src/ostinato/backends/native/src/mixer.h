@@ -1,10 +1,11 @@
-// What recurrent blocks do between products: a causal convolution, and the scans of mamba and mamba2.
+// What recurrent blocks do between products: a causal convolution, the scans of mamba and mamba2, the gated delta rule.
 //
 // Every function takes consecutive rows of one sequence and the state before the first of them, and leaves the state
 // after the last. Rows are taken one after the other, so the bits are the same however a sequence is cut. Lanes lie along
 // channels: a state is kept with its channels last, and nothing is summed over lanes.
 #pragma once
 
+#include <cmath>
 #include <cstring>
 
 #include "lanes.h"
@@ -31,11 +32,11 @@ static inline const float* before(const float* state, int kernel, int channels, 
     return state + size_t(kernel - 1 - i) * channels;
 }
 
-// y = silu(bias + weight[0] x[row - k + 1] + ... + weight[k - 1] x[row]) of channels [from, to) of one row of a run;
-// weight is [kernel][channels]. Inputs before the first row come from the state, or are 0 where there is none.
+// y = bias + weight[0] x[row - k + 1] + ... + weight[k - 1] x[row] of channels [from, to) of one row of a run, or silu of
+// it; weight is [kernel][channels]. Inputs before the first row come from the state, or are 0 where there is none.
 static inline void convolve(
     const Rows& x, int row, const float* state, const float* weight, const float* bias, int kernel, int channels, int from,
-    int to, float* y
+    int to, bool activated, float* y
 ) {
     for (int c = from; c < to; c += LANES) {
         const int n = to - c;
@@ -46,7 +47,7 @@ static inline void convolve(
             const float* input = at < 0 ? before(state, kernel, channels, -at) : x.at(at);
             sum = fma(load_up_to(input + c, n), load_up_to(weight + size_t(tap) * channels + c, n), sum);
         }
-        store_up_to(y + c, silu(sum), n);
+        store_up_to(y + c, activated ? silu(sum) : sum, n);
     }
 }
 
@@ -144,6 +145,63 @@ static inline void scan_channels(
             store_up_to(x.at(row) + at, fma(wide, load_up_to(d + at, left), y), left);
         }
     }
+}
+
+// x with length `wanted`. A squared length has this beside it, as in `delta_rule.py`.
+constexpr float LENGTH_EPS = 1e-6f;
+static inline void set_length(float* x, int n, float wanted) {
+    Lanes squares = lanes(0.0f);
+    for (int i = 0; i < n; i += LANES) {
+        const Lanes some = load_up_to(x + i, n - i);
+        squares = fma(some, some, squares);
+    }
+    const Lanes scale = lanes(wanted / std::sqrt(sum(squares) + LENGTH_EPS));
+    for (int i = 0; i < n; i += LANES) store_up_to(x + i, mul(load_up_to(x + i, n - i), scale), n - i);
+}
+
+// The gated delta rule, lanes [at, at + BLOCKS * 16) of one value head: S' = fade[i] S[i-1]; S[i] = S' + share[i] (v[i] -
+// S' k[i]) k[i]^T; v[i] becomes S[i] q[i]. S is [key_width][value_width]; share and fade have a number for each row.
+template <int BLOCKS>
+static inline void delta_lanes(
+    const Rows& v, const Rows& share, const Rows& fade, const Rows& q, const Rows& k, float* s, int key_width, int width,
+    int at
+) {
+    int left[BLOCKS];
+    for (int b = 0; b < BLOCKS; b++) left[b] = width - at - b * LANES;
+    for (int row = 0; row < v.n; row++) {
+        float* in = v.at(row) + at;
+        const float *of_q = q.at(row), *of_k = k.at(row);
+        const Lanes fading = lanes(*fade.at(row)), sharing = lanes(*share.at(row));
+        Lanes known[BLOCKS], y[BLOCKS];
+        for (int b = 0; b < BLOCKS; b++) known[b] = y[b] = lanes(0.0f);
+        for (int n = 0; n < key_width; n++) {
+            const float* row_of_s = s + size_t(n) * width + at;
+            const Lanes key = lanes(of_k[n]);
+            for (int b = 0; b < BLOCKS; b++) known[b] = fma(load_up_to(row_of_s + b * LANES, left[b]), key, known[b]);
+        }
+        Lanes change[BLOCKS];
+        for (int b = 0; b < BLOCKS; b++)
+            change[b] = mul(sharing, sub(load_up_to(in + b * LANES, left[b]), mul(fading, known[b])));
+        for (int n = 0; n < key_width; n++) {
+            float* row_of_s = s + size_t(n) * width + at;
+            const Lanes key = lanes(of_k[n]), query = lanes(of_q[n]);
+            for (int b = 0; b < BLOCKS; b++) {
+                const Lanes now = fma(change[b], key, mul(fading, load_up_to(row_of_s + b * LANES, left[b])));
+                store_up_to(row_of_s + b * LANES, now, left[b]);
+                y[b] = fma(now, query, y[b]);
+            }
+        }
+        for (int b = 0; b < BLOCKS; b++) store_up_to(in + b * LANES, y[b], left[b]);
+    }
+}
+
+static inline void delta_head(
+    const Rows& v, const Rows& share, const Rows& fade, const Rows& q, const Rows& k, float* s, int key_width, int width
+) {
+    int at = 0;
+    for (; at + (SCANNED - 1) * LANES < width; at += SCANNED * LANES)
+        delta_lanes<SCANNED>(v, share, fade, q, k, s, key_width, width, at);
+    for (; at < width; at += LANES) delta_lanes<1>(v, share, fade, q, k, s, key_width, width, at);
 }
 
 }  // namespace mixer
