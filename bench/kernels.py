@@ -89,6 +89,8 @@ def weight_of(type: str, n: int, k: int) -> Tensor | Packed:
     for at in places:
         scale = torch.rand(n, k // block.elements, 1, device=DEVICE) * (1e-4 if block.elements == 256 else 5e-3)
         raw[:, :, at : at + 2] = scale.half().view(torch.uint8)
+    if name == "MXFP4":
+        raw[:, :, 0] = 120  # an exponent
     packed = laid_out(name, n, k, raw.device)
     put(packed, raw.view(n, -1), 0)
     return packed

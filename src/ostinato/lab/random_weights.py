@@ -138,7 +138,9 @@ def random_blocks(type: str, rows: int, cols: int, random: np.random.Generator) 
         if at is not None:
             blocks[:, at : at + 2] = np.array([value], np.float16).view(np.uint8)
     if recipe.power_at is not None:
-        blocks[:, recipe.power_at] = 127 + round(math.log2(d))
+        low = math.floor(math.log2(d))  # blocks of this power of two and of the next, so many that the squares agree
+        share = (d**2 / 4**low - 1) / 3
+        blocks[:, recipe.power_at] = 127 + low + (random.random(len(blocks)) < share)
     return np.resize(blocks, (n, block.n_bytes)).reshape(rows, -1)
 
 

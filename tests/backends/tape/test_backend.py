@@ -147,8 +147,10 @@ def test_two_types_of_one_kind_and_dense_weights_can_share_their_tiles() -> None
     assert why_not_tensors(PACKABLE, other, packed=False) is None
 
 
-def test_every_type_that_stays_packed_has_a_place() -> None:
-    assert set(PACKED_TYPES) == set(WEIGHT_TYPES)
+def test_every_type_that_stays_packed_has_a_place_or_is_refused() -> None:
+    assert set(PACKED_TYPES) == {*WEIGHT_TYPES, "MXFP4"}
+    other = with_tensor("blk.1.ffn_up.weight", "MXFP4", 256, 256)(tensors_in(small(PACKABLE, mix="q4_k_m")))
+    assert why_not_tensors(PACKABLE, other, packed=True) == "layer.1.gate_up: the tape has no MXFP4 weights"
 
 
 def changed_weight(model: Model, change: Callable[[Tensor], Tensor]) -> Model:

@@ -12,7 +12,8 @@ columns in units; within a run, what a unit needs of all its rows is contiguous:
     high    [runs, units, words, run, 4]   the bits above the fourth, one or two for each column: the lower half of a
                                            word has its even columns in order, the upper half its odd ones
     scales  [runs, n, words, run, 4]       two float16 of neighbouring blocks (or one, [runs, n, run, 2], where blocks
-                                           are odd in number); scale and minimum of a block; of K types see `_k_scales`
+                                           are odd in number); scale and minimum of a block; of K types see `_k_scales`;
+                                           of MXFP4 [runs, n, run, 2], two exponents, or one, [runs, n, run, 1]
     blocks  [runs, n, run, 2]              Q6_K alone: the float16 scale of its 256 columns
 """
 
@@ -109,10 +110,13 @@ def unit_bytes(type: str, cols: int) -> int:
 
 
 # Types with a scale for each 32 columns: two such blocks make a unit, where the columns allow it.
-_PAIRED: Final = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
+_PAIRED: Final = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
 
 # What is taken from an integer before it is scaled; of other types nothing.
 OFFSETS: Final[Mapping[str, int]] = MappingProxyType({"Q4_0": 8, "Q5_0": 16, "Q6_K": 32})
+
+# Twice the value of each nibble of MXFP4: a sign, two bits of exponent, one of mantissa.
+FLOAT4: Final = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, -0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)
 
 # Where a block's fields begin and end, in the order of the file.
 _FIELDS: Final[Mapping[str, Mapping[str, tuple[int, int]]]] = MappingProxyType(
@@ -125,6 +129,7 @@ _FIELDS: Final[Mapping[str, Mapping[str, tuple[int, int]]]] = MappingProxyType(
         "Q4_K": {"scales": (0, 16), "quants": (16, 144)},
         "Q5_K": {"scales": (0, 16), "high": (16, 48), "quants": (48, 176)},
         "Q6_K": {"quants": (0, 128), "high": (128, 192), "scales": (192, 208), "blocks": (208, 210)},
+        "MXFP4": {"scales": (0, 1), "quants": (1, 17)},
     }
 )
 assert tuple(_FIELDS) == PACKED_TYPES
@@ -177,6 +182,8 @@ def raw_rows(packed: Packed, ids: Tensor) -> Tensor:
 def dequantize_torch(raw: Tensor, type: str) -> Tensor:
     """The values of raw, uint8 [rows, row_bytes], float32 [rows, cols], to the bit as `files/quants.py` has them."""
     q, (scales, minima) = quants_of(raw, type).float(), scales_of(raw, type)
+    if type == "MXFP4":
+        q = torch.tensor(FLOAT4, device=raw.device)[q.long()]
     q = q - OFFSETS[type] if type in OFFSETS else q
     values = torch.unflatten(q, 1, (scales.shape[1], -1)) * scales[..., None]
     return (values if minima is None else values - minima[..., None]).flatten(1)
@@ -206,6 +213,9 @@ def scales_of(raw: Tensor, type: str) -> tuple[Tensor, Tensor | None]:
     scales = blocks[:, :, slice(*_FIELDS[type]["scales"])]
     if type == "Q6_K":
         return (_half(blocks, 208) * scales.contiguous().view(torch.int8).float()).flatten(1), None
+    if type == "MXFP4":  # half a power of two, 2^(e - 128), by its bits: what it scales is doubled
+        e = scales.flatten(1).int()
+        return torch.where(e > 1, (e - 1) << 23, 1 << (21 + e)).view(torch.float32), None
     if type in ("Q4_K", "Q5_K"):
         six_bits, minima = (v.float() for v in _six_bits(scales[:, :, 4:]))
         return (_half(scales, 0) * six_bits).flatten(1), (_half(scales, 2) * minima).flatten(1)
@@ -286,6 +296,8 @@ def _row_shapes(type: str, cols: int) -> dict[str, tuple[int, ...]]:
         shapes["high"] = (n_units, n_blocks * (stop - start) // n_units // 4, 4)
     if block.elements == 256:
         shapes["scales"] = (n_blocks, 4, 4)
+    elif type == "MXFP4":
+        shapes["scales"] = (n_blocks, 1) if n_blocks % 2 else (n_blocks // 2, 2)
     elif fields["scales"][1] == 4:
         shapes["scales"] = (n_units, n_blocks // n_units, 4)
     else:

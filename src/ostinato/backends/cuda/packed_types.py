@@ -7,7 +7,7 @@ from typing import Final
 
 from ostinato.files.quants import BLOCKS
 
-PACKED_TYPES: Final = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+PACKED_TYPES: Final = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 
 
 def stays_packed(type: str, shape: Sequence[int]) -> bool:

@@ -223,6 +223,9 @@ def why_not_tensors(shape: Shape, tensors: HeaderTensors, *, packed: bool) -> st
         return f"the tape has no bias of {biased.removesuffix('.bias')}"
     for name, parts in linears_of(shape, tensors):
         types = [kept_as(tensor, packed=packed) for tensor in parts]
+        lacks = next((type for type in types if type != PLAIN and type not in WEIGHT_TYPES), None)
+        if lacks is not None:
+            return f"{name}: the tape has no {lacks} weights"
         if name.endswith("gate_up") and len({WEIGHT_TYPES.get(type, WeightType.HALF) for type in types}) > 1:
             return f"{name}: {why_mixed(types)}"
     return None

@@ -106,10 +106,10 @@ def expert_cases() -> list[Case]:
     biased = bind_experts_gate_up(x, weights("BF16", 2048, 1024), act, chosen, live, **more)
     cases.append(case_of("plain experts with biases", biased))
     # Q6_K takes the compiler longer here than all others together; its decoding is compiled below every day.
-    for type in ("Q4_0", "Q8_0", "Q4_K", *(("Q6_K",) if soaking() else ())):
+    for type in ("Q4_0", "Q8_0", "Q4_K", "MXFP4", *(("Q6_K",) if soaking() else ())):
         launch = bind_experts_gate_up(x, weights(type, 2048, 1024), act, chosen, live, activation="silu")
         cases.append(case_of(f"experts gate_up {type}", launch))
-    for type in ("BF16", "Q5_1", "Q5_K", "Q6_K"):
+    for type in ("BF16", "Q5_1", "Q5_K", "Q6_K", "MXFP4"):
         launch = bind_experts_down(act, weights(type, 2048, 512), x, chosen, shares, live)
         cases.append(case_of(f"experts down {type}", launch))
     apart = Stack((weights("Q5_0", 1024, 1024), weights("Q4_1", 1024, 1024)))

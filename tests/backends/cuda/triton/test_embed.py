@@ -100,6 +100,8 @@ def packed_of(type: str, cols: int, n_rows: int = 24) -> Packed:
     for at in halves:
         numbers = torch.randn(*raw.shape[:2], 1, generator=seeded(at)).half()
         raw[:, :, at : at + 2] = numbers.view(torch.uint8)
+    if type == "MXFP4":
+        raw[:, :, 0] = torch.randint(125, 129, raw.shape[:2], generator=seeded(4))
     return pack(type, raw.flatten(1), n_rows, cols)
 
 

@@ -25,9 +25,11 @@ def random_blocks(type: str, n_rows: int, cols: int, seed: int = 0) -> Tensor:
     n_blocks = cols // block.elements
     raw = rng.integers(0, 256, (n_rows, n_blocks, block.n_bytes), dtype=np.uint8)
     has_two = type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
-    for at in (208,) if type == "Q6_K" else (0, 2) if has_two else (0,):
+    for at in (208,) if type == "Q6_K" else (0, 2) if has_two else () if type == "MXFP4" else (0,):
         scale = (rng.standard_normal((n_rows, n_blocks)) * 0.01).astype(np.float16)
         raw[:, :, at : at + 2] = scale.view(np.uint8).reshape(n_rows, n_blocks, 2)
+    if type == "MXFP4":
+        raw[:, :, 0] = rng.integers(117, 122, (n_rows, n_blocks))  # an exponent
     return torch.from_numpy(raw.reshape(n_rows, -1))
 
 

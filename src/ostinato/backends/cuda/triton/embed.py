@@ -19,6 +19,7 @@ from torch import Tensor
 from ostinato.backends.cuda.launch import FLOATS, TritonLaunch, checked, grouped
 from ostinato.backends.cuda.packed import PLANES, Packed
 from ostinato.backends.cuda.triton.attend import narrowed
+from ostinato.backends.cuda.triton.unpack import float4, power_of_two
 from ostinato.backends.torch.ops.attend import StepRows
 from ostinato.backends.torch.ops.matmul import PreparedInput, n_stats
 from ostinato.errors import BadPointer
@@ -61,7 +62,7 @@ class TableLayout:
     weight_type: str
     unit: int = 1
     run: int = 1
-    half_bytes: int = 1  # of a word of float16 scales
+    half_bytes: int = 1  # of a word of float16 scales, or twice those of a word of exponents
 
 
 def _dense(table: Tensor, x: Tensor) -> tuple[dict[str, Any], TableLayout]:
@@ -78,7 +79,7 @@ def _packed(table: Packed, x: Tensor) -> tuple[dict[str, Any], TableLayout]:
         if plane is not None:
             checked(f"table's {name}", plane, dtype=torch.uint8, shape=(None,), device=x.device)
     # Scales of single blocks stand in words of two, unless the blocks of a row are odd in number.
-    odd = table.type in ("Q4_0", "Q5_0", "Q8_0") and table.cols // 32 % 2
+    odd = table.type in ("Q4_0", "Q5_0", "Q8_0", "MXFP4") and table.cols // 32 % 2
     return planes, TableLayout(table.type, table.unit_bytes, table.run, 2 if odd else 4)
 
 
@@ -152,7 +153,7 @@ def unpacked(table, row, column, there, T: tl.constexpr, COLS: tl.constexpr):
             number = number - 8
         if T.weight_type == "Q5_0":
             number = number - 16
-        number = number.to(tl.float32)
+        number = float4(number) if T.weight_type == "MXFP4" else number.to(tl.float32)
     if T.weight_type == "Q6_K":
         own = byte_at(table.scales, row, column // 16, COLS // 16, 4, T.run).to(tl.int8, bitcast=True).to(tl.float32)
         value = number * (half_at(table.blocks, row, column // 256 * 2, COLS // 128, 2, T.run) * own)
@@ -172,6 +173,8 @@ def unpacked(table, row, column, there, T: tl.constexpr, COLS: tl.constexpr):
         block = column // 32 * 4
         value = number * half_at(table.scales, row, block, COLS // 8, 4, T.run)
         value = value + half_at(table.scales, row, block + 2, COLS // 8, 4, T.run)
+    elif T.weight_type == "MXFP4":
+        value = number * power_of_two(byte_at(table.scales, row, column // 32, COLS // 32, T.half_bytes // 2, T.run))
     else:
         value = number * half_at(table.scales, row, column // 32 * 2, COLS // 16, T.half_bytes, T.run)
     return tl.where(there, value, 0.0)

@@ -26,17 +26,21 @@ from ostinato.backends.cuda.triton.matmul import scale_arguments, weight_argumen
 from ostinato.backends.cuda.triton.unpack import (
     DENSE,
     INTERPRETED,
+    MXFP4,
     Q6_K,
     Q8_0,
     byte_of,
     bytes_at,
     five_or_six,
+    float4,
     halves_of,
     k_words,
     narrowed,
     operand,
     places_of_rows,
+    power_of_two,
     signed_byte_of,
+    two_powers,
     words_at,
 )
 from ostinato.backends.machine import TUNED, Chip
@@ -91,7 +95,7 @@ def unit_values(
             return values * tl.load(scales + u * RUN).to(tl.float32)[:, None]
     else:
         BITS: tl.constexpr = TYPE % 10
-        HAS_MINIMUM: tl.constexpr = TYPE >= 14 and TYPE != Q6_K
+        HAS_MINIMUM: tl.constexpr = TYPE >= 14 and TYPE != Q6_K and TYPE != MXFP4
         q = bytes_at(quants, u, W, RUN)
         low, top = (q & 15).to(tl.int32), (q >> 4).to(tl.int32)
         if BITS == 5 and W == 16:
@@ -100,7 +104,13 @@ def unit_values(
         elif BITS > 4:
             first_bits, second_bits = words_at(high + 2 * u * RUN), words_at(high + (2 * u + 1) * RUN)
             low, top = five_or_six(low, top, first_bits, second_bits, W, BITS)
-        if TYPE == Q6_K:
+        if TYPE == MXFP4:
+            if W == 32:
+                s0, s1 = two_powers(scales + u * RUN)
+            else:
+                s0 = power_of_two(tl.load(scales + u * RUN))
+                s1 = s0
+        elif TYPE == Q6_K:
             word = words_at(scales + u // 2 * RUN) >> (u % 2 * 16)
             d = tl.load(blocks + u // 8 * RUN).to(tl.float32)
             s0, s1 = d * signed_byte_of(word, 0), d * signed_byte_of(word, 1)
@@ -124,7 +134,9 @@ def unit_values(
             else:
                 s0 = tl.load(scales + u * RUN).to(tl.float32)
                 s1 = s0
-        if HAS_MINIMUM:
+        if TYPE == MXFP4:
+            low, top = float4(low) * s0[:, None], float4(top) * s1[:, None]
+        elif HAS_MINIMUM:
             low = float_of(low, 0) * s0[:, None] + m0[:, None]
             top = float_of(top, 0) * s1[:, None] + m1[:, None]
         else:

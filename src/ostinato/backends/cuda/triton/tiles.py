@@ -77,7 +77,7 @@ TILES: Final[Mapping[tuple[str, ...], Tile]] = MappingProxyType(
 )
 _CLASSES: Final = {
     "Q4_0": "q4 q5", "Q4_1": "q4 q5", "Q5_0": "q4 q5", "Q5_1": "q4 q5", "Q8_0": "q8", "Q4_K": "k4", "Q5_K": "k5",
-    "Q6_K": "k6", torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32",
+    "Q6_K": "k6", "MXFP4": "q4 q5", torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32",
 }  # fmt: skip
 NARROW_OUTPUTS: Final = 6144  # up to so many a matrix is narrow
 WIDE_OUTPUTS: Final = 12288  # from so many on it is wide

@@ -15,11 +15,13 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-# A type's number: its last digit the bits of a value, 10 added for a minimum, 20 for blocks of 256.
+# A type's number: its last digit the bits of a value, 10 added for a minimum, 20 for blocks of 256, 30 for floats.
 WEIGHT_TYPES = {"Q4_0": 4, "Q5_0": 5, "Q8_0": 8, "Q4_1": 14, "Q5_1": 15, "Q4_K": 24, "Q5_K": 25, "Q6_K": 26}
+WEIGHT_TYPES |= {"MXFP4": 34}
 DENSE = tl.constexpr(0)
 Q8_0 = tl.constexpr(WEIGHT_TYPES["Q8_0"])
 Q6_K = tl.constexpr(WEIGHT_TYPES["Q6_K"])
+MXFP4 = tl.constexpr(WEIGHT_TYPES["MXFP4"])
 
 # Two neighbouring bytes stand in the two halves of a register; a nibble of each, or'ed with 0x4300, is 128 + nibble.
 _NIBBLES = """prmt.b32 a, $4, 0, 0x4140;
@@ -67,6 +69,37 @@ lop3.b32 b, b, 0x007F007F, 0x43004300, 0xEA;
 mov.b32 e, 0xBF80BF80;
 fma.rn.bf16x2 $0, c, e, a;
 fma.rn.bf16x2 $1, d, e, b;
+}""")
+
+
+# A float of four bits has exponent and mantissa of a bfloat16 in bits 6 to 8, and is 2^126 too small then: the product
+# with that is exact for all of them, the subnormal one too.
+_FLOAT4 = tl.constexpr("""{
+.reg .b32 a, b, s, m, z;
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 b, $4, 0, 0x4342;
+mov.b32 m, 0x7E807E80;
+mov.b32 z, 0x80008000;
+shl.b32 s, a, 12;
+and.b32 s, s, 0x80008000;
+shl.b32 $0, a, 6;
+lop3.b32 $0, $0, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 $0, $0, m, z;
+shl.b32 s, b, 12;
+and.b32 s, s, 0x80008000;
+shl.b32 $1, b, 6;
+lop3.b32 $1, $1, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 $1, $1, m, z;
+shl.b32 s, a, 8;
+and.b32 s, s, 0x80008000;
+shl.b32 $2, a, 2;
+lop3.b32 $2, $2, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 $2, $2, m, z;
+shl.b32 s, b, 8;
+and.b32 s, s, 0x80008000;
+shl.b32 $3, b, 2;
+lop3.b32 $3, $3, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 $3, $3, m, z;
 }""")
 
 
@@ -163,6 +196,39 @@ def nibble_dots(
 
 
 @triton.jit
+def float4(nibble):
+    """The value of floats of four bits: a sign, two bits of exponent, one of mantissa; float32."""
+    low = nibble.to(tl.int32) & 7
+    twice = tl.where(low < 2, low, (2 + (low & 1)) << tl.maximum((low >> 1) - 1, 0)).to(tl.float32)
+    return tl.where(nibble >= 8, -0.5 * twice, 0.5 * twice)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2^(exponent - 127); 0 of the least, which is below all numbers that weights are made of."""
+    return (exponent.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def two_powers(at):
+    """Two exponents that stand side by side, as the powers of two that they mean."""
+    both = tl.load(at).to(tl.uint16, bitcast=True).to(tl.uint32)
+    return power_of_two(both & 0xFF), power_of_two(both >> 8)
+
+
+@triton.jit
+def float4_dots(q, x0, x1, ASM: tl.constexpr):
+    """Of bytes q [n, w], two floats of four bits each: the low ones times x0 [w, rows], the high ones times x1."""
+    if ASM:
+        low, top = tl.inline_asm_elementwise(
+            _FLOAT4, "=&r,=&r,=&r,=&r,r", [q], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )  # fmt: skip
+        return tl.dot(low, x0), tl.dot(top, x1)
+    else:
+        return tl.dot(narrowed(float4(q & 15)), x0), tl.dot(narrowed(float4(q >> 4)), x1)
+
+
+@triton.jit
 def byte_dot(q, x, ASM: tl.constexpr):
     """Signed bytes q [n, w] times x [w, rows]."""
     if ASM:
@@ -220,6 +286,14 @@ def scaled_unit(
         else:
             scale = tl.load(scales + u * RUN).to(tl.float32)
             acc += by_row(byte_dot(bytes_at(quants, u, W, RUN), x0, ASM), scale)
+    elif TYPE == MXFP4:
+        dot0, dot1 = float4_dots(bytes_at(quants, u, W, RUN), x0, x1, ASM)
+        if W == 32:
+            s0, s1 = two_powers(scales + u * RUN)
+            acc += by_row(dot0, s0)
+            acc += by_row(dot1, s1)
+        else:
+            acc += by_row(dot0 + dot1, power_of_two(tl.load(scales + u * RUN)))
     else:
         BITS: tl.constexpr = TYPE % 10
         HAS_MINIMUM: tl.constexpr = TYPE // 10 == 1
