@@ -42,6 +42,7 @@ from ostinato.backends.torch.ops.matmul import (
     stats_torch,
 )
 from ostinato.files.quants import BLOCKS
+from ostinato.models.shape import ExpertShape
 
 DEVICE = torch.device("cuda")
 N_SLOTS = 32
@@ -385,7 +386,8 @@ def time_experts(type: str, clock: Clock, rows: tuple[int, ...]) -> Iterator[Row
         live = torch.tensor([2], dtype=torch.int32, device=DEVICE)
         more: dict[str, Any] = {"activation": "silu"}
         more["norm"] = InputNorm(stats_torch(x), torch.ones(hidden, device=DEVICE), None, 1e-5)
-        route = bind_route(scores, chosen, shares, live, n_used=n_used, renormalise=True)
+        shape = ExpertShape(n_experts, n_used, ff, renormalise=True)
+        route = bind_route(scores, chosen, shares, live, shape=shape)
         first = partial(bind_experts_gate_up, x, gate_up, act, chosen, live, **more)
         second = partial(bind_experts_down, act, down, out, chosen, shares, live, epilogue="store")
         tried: dict[str, tuple[Callable[..., Any], list[Any]]] = {
@@ -396,7 +398,7 @@ def time_experts(type: str, clock: Clock, rows: tuple[int, ...]) -> Iterator[Row
         for launch in (route, first(), second()):
             launch()
         twins = [t.clone() for t in (chosen, shares, act, out)]
-        route_rows_torch(scores, twins[0], twins[1], live, n_used=n_used, renormalise=True)
+        route_rows_torch(scores, twins[0], twins[1], live, shape=shape)
         experts_gate_up_torch(x, gate_up, twins[2], chosen, live, **more)
         experts_down_torch(act, down, twins[3], chosen, shares, live, epilogue="store")
         same = torch.equal(chosen[:2], twins[0][:2])
