@@ -41,6 +41,7 @@ from ostinato.engine.verify import Verifier
 from ostinato.errors import HardwareCannot
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.lab.random_weights import DTYPES, MIXES
+from ostinato.models.blocks import Attention
 from ostinato.models.registry import read_shape
 from ostinato.options import KVType, Sampling
 from tests.backends.families import FAMILIES, RECURRENT
@@ -309,7 +310,7 @@ def windowed(model: Model, *, every: int) -> Model:
     shape = model.shape.with_attention(window=windows)
     layers = []
     for number, layer in enumerate(model.layers):
-        assert layer.attention is not None
+        assert isinstance(layer.attention, Attention)
         layers.append(replace(layer, attention=replace(layer.attention, shape=shape.attention[number])))
     return replace(model, shape=shape, layers=layers)
 

@@ -248,7 +248,9 @@ def paged_cells(memory: PagedMemory, shape: Shape) -> Cells:
         return {}
     halves = (("key", memory.kv.keys), ("value", memory.kv.values))
     return {
-        (layer, what): half.values.view(-1, PAGE, shape.attention[layer].n_kv_heads, shape.attention[layer].head_width)
+        (layer, what): half.parts[0].view(
+            -1, PAGE, shape.attention[layer].n_kv_heads, shape.attention[layer].head_width
+        )
         for what, layers in halves
         for layer, half in layers.items()
     }

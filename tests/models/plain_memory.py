@@ -13,7 +13,7 @@ from torch import Tensor
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attention import attention_torch
 from ostinato.files.checkpoint import open_checkpoint
-from ostinato.models.blocks import Attention
+from ostinato.models.blocks import AnyAttention
 from ostinato.models.registry import read_shape
 from ostinato.models.shape import Shape
 from tests.built import build_model
@@ -30,7 +30,7 @@ class PlainMemory:
     values: dict[int, Tensor] = field(default_factory=dict)
     kept: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
-    def attend(self, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, block: AnyAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         layer, scale, softcap = block.layer, block.shape.query_scale, block.shape.softcap
         if not self.shape.causal:
             return attention_torch(q, k, v, None, scale=scale, softcap=softcap)

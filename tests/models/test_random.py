@@ -15,7 +15,7 @@ from ostinato.decoder.cells.decoder import Decoder
 from ostinato.errors import UnknownName
 from ostinato.files.quants import dequantize
 from ostinato.lab.random_weights import DTYPES, MIXES, RandomFile, kept_as, random_blocks
-from ostinato.models.blocks import Experts, Layer
+from ostinato.models.blocks import Attention, Experts, Layer
 from ostinato.models.named_shapes import SHAPES, named_shape
 from tests.named_model import named_model
 
@@ -48,8 +48,8 @@ def test_tiles_hold_the_numbers_that_a_gpus_planes_hold(mix: str) -> None:
     planes = named_model("tiny", torch.float32, mix=mix)
     for one, other in zip(tiles.layers, planes.layers, strict=True):
         a, b = one.attention, other.attention
-        assert a is not None
-        assert b is not None
+        assert isinstance(a, Attention)
+        assert isinstance(b, Attention)
         for ours, theirs in ((a.qkv, b.qkv), (a.out, b.out)):
             assert torch.equal(dense_of(ours.weight, torch.float32), dense_of(theirs.weight, torch.float32))
 

@@ -133,6 +133,18 @@ def _glm4_moe(architecture: str | None, **config: Any) -> TinyModel:
     return _made("Glm4MoeForCausalLM", architecture, **{**router, **sizes, **more, **config})
 
 
+def _deepseek(kind: str, architecture: str | None, **config: Any) -> TinyModel:
+    """Every width of its own; the norms of compressed rows have one epsilon, which only GGUF files state."""
+    latent = {"q_lora_rank": 24, "kv_lora_rank": 48, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16, "v_head_dim": 12}
+    router = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2}
+    more = {"rms_norm_eps": 1e-6, "num_key_value_heads": 4, "routed_scaling_factor": 1.7, "head_dim": 16}
+    return _made(kind, architecture, **{**latent, **router, **more, **config})
+
+
+def _deepseek_yarn(mscale: float) -> dict[str, Any]:
+    return {**_yarn(), "mscale": mscale, "mscale_all_dim": mscale}
+
+
 def _ernie4_5_moe() -> TinyModel:
     router = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2}
     return _made("Ernie4_5_MoeForCausalLM", "ernie4_5-moe", **router, moe_layer_start_index=1, tie_word_embeddings=True)
@@ -368,6 +380,25 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
             "Qwen2MoeForCausalLM", "qwen2moe", **_EXPERTS, shared_expert_intermediate_size=40, decoder_sparse_step=1
         ),
         "qwen3-vl-moe": _vl_moe(),
+        "deepseek-v2": _deepseek(
+            "DeepseekV2ForCausalLM",
+            None,  # llama.cpp takes the two best of a group
+            q_lora_rank=None,
+            first_k_dense_replace=1,
+            topk_method="group_limited_greedy",
+            n_group=3,
+            topk_group=2,
+            rope_parameters=_deepseek_yarn(0.707),
+        ),
+        "deepseek-v3": _deepseek(
+            "DeepseekV3ForCausalLM",
+            "deepseek2",
+            first_k_dense_replace=1,
+            n_group=3,
+            topk_group=2,
+            rope_parameters=_deepseek_yarn(1.0),
+        ),
+        "glm-4.7-flash": _deepseek("Glm4MoeLiteForCausalLM", "deepseek2"),
         "glm4-moe": _glm4_moe("glm4moe"),
         "olmoe": _made(
             "OlmoeForCausalLM",

@@ -89,6 +89,7 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
         "nemotron_h_moe": _add_nemotron_h,
         "lfm2moe": _add_lfm2,
         **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _add_qwen35),
+        "deepseek2": _add_deepseek2,
         "bert": _add_encoder,
         "nomic-bert": _add_encoder,
     }
@@ -181,6 +182,42 @@ def _add_granite_hybrid(writer: Any, config: Config) -> None:
     writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
     writer.add_ssm_time_step_rank(config["mamba_n_heads"])
     writer.add_ssm_group_count(config["mamba_n_groups"])
+
+
+def _add_deepseek2(writer: Any, config: Config) -> None:
+    rank, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    _add_common(writer, {**config, "num_key_value_heads": 1, "head_dim": rotary, "num_local_experts": None})
+    kinds = config.get("mlp_layer_types") or []
+    writer.add_leading_dense_block_count(config.get("first_k_dense_replace") or kinds.count("dense"))
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    for key, width in (("key_length", rank + rotary), ("value_length", rank)):
+        writer.kv_data[0].pop(f"deepseek2.attention.{key}", None)
+        getattr(writer, f"add_{key}")(width)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotary)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(rotary)
+    if (mscale := _rope(config).get("mscale_all_dim")) is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * mscale)
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config["n_group"] > 1:
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+
+
+def _expanding(name: str, value: Tensor, config: Config) -> Iterator[tuple[str, Tensor]]:
+    """What expands compressed rows, apart: of keys the other way round."""
+    heads = value.view(config["num_attention_heads"], -1, value.shape[-1])
+    keys, values = torch.split(heads, [config["qk_nope_head_dim"], config["v_head_dim"]], 1)
+    yield name.replace("kv_b_proj", "k_b_proj"), keys.transpose(1, 2).contiguous()
+    yield name.replace("kv_b_proj", "v_b_proj"), values.contiguous()
 
 
 def _add_sizes(writer: Any, config: Config) -> None:
@@ -402,6 +439,9 @@ def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor])
         elif architecture == "gptneox" and "query_key_value" in name:
             heads = value.view(config["num_attention_heads"], 3, -1, *value.shape[1:])
             value = heads.transpose(0, 1).reshape(value.shape)
+        elif name.endswith("kv_b_proj.weight"):
+            yield from _expanding(name, value, config)
+            continue
         elif name.endswith("e_score_correction_bias"):
             name, value = name.replace("e_score_correction_bias", "e_score_correction.bias"), value.flatten()
         elif architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):

@@ -45,7 +45,7 @@ KV_FORMATS: Final[Mapping[KVType, KVFormat]] = {
 
 def kv_widths(shape: Shape) -> set[int]:
     """The widths of its heads of keys and values."""
-    return {width for one in shape.attention.values() for width in (one.head_width, one.value_width)}
+    return {width for one in shape.attention.values() for width in (one.head_width, one.own_value_width)}
 
 
 def check_kv_widths(kv_type: KVType, shape: Shape) -> None:
@@ -61,7 +61,7 @@ def check_kv_widths(kv_type: KVType, shape: Shape) -> None:
 
 def cell_bytes(attention: AttentionShape, kv_type: KVType) -> int:
     """Bytes of one cell in one layer: a key and a value."""
-    kept, widths = KV_FORMATS[kv_type], (attention.head_width, attention.value_width)
+    kept, widths = KV_FORMATS[kv_type], (attention.head_width, attention.own_value_width)
     return attention.n_kv_heads * sum(width * kept.item_bytes + kept.n_scales(width) * SCALE_BYTES for width in widths)
 
 

@@ -66,6 +66,29 @@ class Attention(Block):
 
 
 @dataclass(frozen=True, slots=True)
+class LatentAttention(Block):
+    """Multi-head latent attention (`LatentShape`) over compressed keys and values, absorbed.
+
+    A query head is its plain part times `k_b`, behind its rotated part; what it has seen of the compressed rows is
+    expanded by `v_b`."""
+
+    layer: int
+    shape: AttentionShape
+    q_a: Linear | None
+    q_a_norm: Norm | None
+    q_b: Linear  # of each head the plain part, then the rotated one
+    kv_a: Linear  # the compressed row, then the rotated part of its key
+    kv_a_norm: Norm
+    k_b: Leaf  # [heads, kv_rank, plain_width]; a backend may have one for each
+    v_b: Leaf  # [heads, value_width, kv_rank]
+    out: Linear
+    sinks: Leaf | None = None  # [heads]
+
+
+AnyAttention: TypeAlias = Attention | LatentAttention
+
+
+@dataclass(frozen=True, slots=True)
 class GatedMLP(Block):
     """down(act(gate(x)) * up(x)), gate and up in one product."""
 
@@ -197,7 +220,7 @@ class Layer(Block):
     attention's. What came in may be wider than the weights (`Shape.wide_residual`), which a mixer allows for."""
 
     attention_norm: Norm | None = None  # of attention and mixer alike
-    attention: Attention | None = None
+    attention: AnyAttention | None = None
     attention_in: float = 1.0  # a factor on what attention takes in
     mixer: Mixer | None = None
     mixer_in: float = 1.0

@@ -5,11 +5,13 @@ once. Nothing is read: blocks are made over references (`tensors.py`).
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal, Protocol, TypeAlias
 
 from ostinato.errors import InternalError
 from ostinato.models.blocks import (
     MLP,
+    AnyAttention,
     AnyLayer,
     Attention,
     Conv,
@@ -18,6 +20,7 @@ from ostinato.models.blocks import (
     DeltaMixer,
     Experts,
     GatedMLP,
+    LatentAttention,
     Layer,
     Linear,
     Mamba2Mixer,
@@ -29,8 +32,25 @@ from ostinato.models.blocks import (
     RankingHead,
     ShortConvMixer,
 )
-from ostinato.models.shape import DeltaShape, ExpertShape, Mamba2Shape, MambaShape, Shape, ShortConvShape
-from ostinato.models.tensors import Constant, ExpertBiases, ExpertMatrices, Matrices, Sizes, StackedTensors
+from ostinato.models.shape import (
+    AttentionShape,
+    DeltaShape,
+    ExpertShape,
+    LatentShape,
+    Mamba2Shape,
+    MambaShape,
+    Shape,
+    ShortConvShape,
+)
+from ostinato.models.tensors import (
+    Constant,
+    ExpertBiases,
+    ExpertMatrices,
+    HeadMatrices,
+    Matrices,
+    Sizes,
+    StackedTensors,
+)
 
 NormBias: TypeAlias = bool | Literal["zero"]  # with "zero", a layer norm without a bias
 # Read with the shape, where a file has them.
@@ -108,7 +128,7 @@ class Builder:
         feeds = own.ff_width > 0 or (s.experts is not None and layer not in s.experts.dense_layers)
         return Layer(
             attention_norm=self.norm(at + "attn_norm", bias=norm_bias) if mixes and before else None,
-            attention=None if own.attention is None else self.attention(layer, **attention),
+            attention=self._any_attention(layer, own.attention, **attention),
             attention_in=s.multipliers.attention_in,
             mixer=None if own.recurrent is None else self.mixer(layer),
             mixer_in=s.multipliers.mixer_in,
@@ -118,6 +138,11 @@ class Builder:
             parallel=s.parallel,
             after_mlp=self.norm(at + "post_ffw_norm") if feeds and sandwich else None,
         )
+
+    def _any_attention(self, layer: int, own: AttentionShape | None, **words: bool) -> AnyAttention | None:
+        if own is None:
+            return None
+        return self.attention(layer, **words) if own.latent is None else self.latent_attention(layer)
 
     def attention(
         self, layer: int, *, qk_norm: bool = False, fused: bool = False, out_bias: bool | None = None
@@ -138,6 +163,37 @@ class Builder:
         k_norm = self.norm(at + "attn_k_norm", k_width) if qk_norm else None
         sinks = self.tensor(at + "attn_sinks.weight", own.n_heads, exact=True) if own.sinks else None
         return Attention(layer, own, qkv, out, q_norm, k_norm, sinks)
+
+    def latent_attention(self, layer: int) -> LatentAttention:
+        """The matrices that expand compressed rows are two tensors, or one of both as in folders."""
+        s, at, own = self.shape, f"blk.{layer}.", self.shape.layers[layer].attention
+        assert own is not None
+        latent, bias = own.latent, s.attention_bias
+        assert latent is not None
+        plain, values, rotated = latent.plain_width, latent.value_width, own.head_width - latent.kv_rank
+        q_width = own.n_heads * (plain + rotated)
+        k_b = HeadMatrices(at + "attn_k_b.weight", own.n_heads, (latent.kv_rank, plain))
+        v_b = HeadMatrices(at + "attn_v_b.weight", own.n_heads, (values, latent.kv_rank))
+        if not self.names.has(k_b.name):
+            both, n = f"{at}attn_kv_b.weight", plain + values
+            k_b = replace(k_b, name=both, rows=(0, plain, n), swapped=True)
+            v_b = replace(v_b, name=both, rows=(plain, n, n))
+        q_name = "attn_q_b" if latent.q_rank else "attn_q"
+        return LatentAttention(
+            layer,
+            own,
+            q_a=self.linear(at + "attn_q_a", latent.q_rank, s.hidden, bias=bias) if latent.q_rank else None,
+            q_a_norm=self._latent_norm(at + "attn_q_a_norm", latent.q_rank, latent) if latent.q_rank else None,
+            q_b=self.linear(at + q_name, q_width, latent.q_rank or s.hidden, bias=False),
+            kv_a=self.linear(at + "attn_kv_a_mqa", own.head_width, s.hidden, bias=bias),
+            kv_a_norm=self._latent_norm(at + "attn_kv_a_norm", latent.kv_rank, latent),
+            k_b=k_b,
+            v_b=v_b,
+            out=self.linear(at + "attn_output", s.hidden, own.n_heads * values, bias=bias),
+        )
+
+    def _latent_norm(self, name: str, width: int, latent: LatentShape) -> Norm:
+        return replace(self.norm(name, width), eps=latent.norm_eps)
 
     def mlp(self, layer: int) -> MLP:
         """Routed experts where the shape has them, else a gated block."""

@@ -13,6 +13,7 @@ from ostinato.models.arcee import ARCEE
 from ostinato.models.bert import BERT, NOMIC_BERT, XLM_ROBERTA
 from ostinato.models.blocks import ModelBlocks, leaves_of
 from ostinato.models.cohere import COHERE2, COMMAND_R
+from ostinato.models.deepseek2 import DEEPSEEK2
 from ostinato.models.ernie4_5 import ERNIE4_5
 from ostinato.models.ernie4_5_moe import ERNIE4_5_MOE
 from ostinato.models.exaone4 import EXAONE4
@@ -55,7 +56,7 @@ FAMILIES: Final = (
     NOMIC_BERT, XLM_ROBERTA, SMOLLM3, GRANITE, QWEN3_VL, QWEN2_MOE, OLMO2, OLMO3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5,
     HUNYUAN_DENSE, ARCEE, STARCODER2, STABLELM, PHI2, GPTNEOX, COMMAND_R, COHERE2, QWEN3_VL_MOE, GLM4_MOE,
     ERNIE4_5_MOE, GRANITE_MOE, OLMOE, MISTRAL3, GPT_OSS, LFM2, QWEN35, NEMOTRON_H, GRANITE_HYBRID, LFM2_MOE,
-    QWEN35_MOE, QWEN3_NEXT, NEMOTRON_H_MOE,
+    QWEN35_MOE, QWEN3_NEXT, NEMOTRON_H_MOE, DEEPSEEK2,
 )  # fmt: skip
 
 BY_GGUF: Final[Mapping[str, Family]] = MappingProxyType({f.name: f for f in FAMILIES if f.in_gguf})

@@ -169,6 +169,20 @@ class QueryTemperature:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Multi-head latent attention: a position keeps one compressed row, of which keys and values of all heads come.
+
+    The matrices that would expand it stand beside the queries and the output instead (they are absorbed), so all heads
+    attend to one key: its rotated part, then the compressed row, which is the value too."""
+
+    kv_rank: int  # of the compressed row
+    q_rank: int | None  # queries are compressed too, and expanded at once; None: they are not
+    plain_width: int  # of a query head: what is not rotated
+    value_width: int  # of a head's values once expanded
+    norm_eps: float  # of the norms of compressed rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """How a layer attends: heads, how wide they are, where it looks, and what becomes of its scores."""
 
@@ -184,6 +198,7 @@ class AttentionShape:
     temperature: QueryTemperature | None = None
     gated: bool = False  # queries are twice as wide: a query and a gate on the output for each head
     sinks: bool = False  # each head has one more score in its softmax, a number of its own that stands for no value
+    latent: LatentShape | None = None  # with it the last `value_width` numbers of a key are its value
 
     @property
     def group(self) -> int:
@@ -194,7 +209,12 @@ class AttentionShape:
     def qkv_widths(self) -> tuple[int, int, int]:
         """Of all heads of a row: queries with their gates, keys, values."""
         queries = self.n_heads * self.head_width
-        return queries * (1 + self.gated), self.n_kv_heads * self.head_width, self.n_kv_heads * self.value_width
+        return queries * (1 + self.gated), self.n_kv_heads * self.head_width, self.n_kv_heads * self.own_value_width
+
+    @property
+    def own_value_width(self) -> int:
+        """Of a value that is kept beside its key; 0 where it is a part of the key."""
+        return self.value_width if self.latent is None else 0
 
     @property
     def qkv_width(self) -> int:

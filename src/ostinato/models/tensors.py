@@ -93,6 +93,37 @@ class ExpertBiases:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadMatrices:
+    """A matrix of `size` for each head: a tensor [heads, *size], or some rows of each head in a tensor that holds
+    those of others too, [heads * rows, cols]; `swapped`: these are the matrices' columns."""
+
+    name: str
+    n_heads: int
+    size: tuple[int, int]
+    rows: tuple[int, int, int] | None = None  # first, stop, and how many a head has in all
+    swapped: bool = False
+
+    @property
+    def shape(self) -> Sizes:
+        return self.n_heads, *self.size
+
+    @property
+    def wanted(self) -> Wanted:
+        if self.rows is None:
+            yield self.name, self.shape
+        else:
+            yield self.name, (self.n_heads * self.rows[2], self.size[0 if self.swapped else 1])
+
+    def of(self, stored: NDArray[Any]) -> NDArray[Any]:
+        """The matrices [heads, *size] in the values of the tensor."""
+        if self.rows is None:
+            return stored.reshape(self.shape)
+        first, stop, n_rows = self.rows
+        own = stored.reshape(self.n_heads, n_rows, -1)[:, first:stop]
+        return own.swapaxes(1, 2) if self.swapped else own
+
+
+@dataclass(frozen=True, slots=True)
 class Constant:
     """Numbers that no file has: each of `values`, as often as `sizes` says, in the model's dtype; float32 where
     `exact`."""
@@ -110,7 +141,7 @@ class Constant:
         return iter(())
 
 
-Reference: TypeAlias = StackedTensors | ExpertMatrices | ExpertBiases | Constant
+Reference: TypeAlias = StackedTensors | ExpertMatrices | ExpertBiases | HeadMatrices | Constant
 
 
 def is_whole(names: tuple[str, ...]) -> bool:

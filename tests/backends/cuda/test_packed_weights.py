@@ -24,7 +24,7 @@ from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack
 from ostinato.files.checkpoint import TensorInfo, fill, open_checkpoint
 from ostinato.lab.random_weights import random_blocks
-from ostinato.models.blocks import Experts
+from ostinato.models.blocks import Attention, Experts
 from ostinato.models.registry import read_shape
 from ostinato.models.tensors import ExpertMatrices, TensorTable
 from tests.built import build_model
@@ -42,8 +42,8 @@ def loaded(path: Path, *, packed: bool) -> Model:
 def test_the_default_model_keeps_its_blocks_and_computes_the_same(default_model: Path) -> None:
     plain, packed = loaded(default_model, packed=False), loaded(default_model, packed=True)
     layer, twin = packed.layers[3], plain.layers[3]
-    assert layer.attention is not None
-    assert twin.attention is not None
+    assert isinstance(layer.attention, Attention)
+    assert isinstance(twin.attention, Attention)
     weight = layer.attention.qkv.weight
     assert isinstance(weight, Packed)
     assert weight.type == "Q4_1"

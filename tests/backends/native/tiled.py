@@ -103,7 +103,7 @@ def tiled(model: Model, pack: Pack | None = None) -> Model:
 
     def layer(block: AnyLayer) -> AnyLayer:
         made: dict[str, Any] = {}
-        if block.attention is not None:
+        if isinstance(block.attention, Attention):
             made["attention"] = attention(block.attention)
         if block.mlp is not None:
             made["mlp"] = mlp(block.mlp)
@@ -143,7 +143,7 @@ def dense(model: Model) -> Model:
 
     def layer(block: AnyLayer) -> AnyLayer:
         made: dict[str, Any] = {}
-        if block.attention is not None:
+        if isinstance(block.attention, Attention):
             made["attention"] = replace(block.attention, qkv=one(block.attention.qkv), out=one(block.attention.out))
         if block.mlp is not None:
             made["mlp"] = feed_forward(block.mlp)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.torch.model import Model
-from ostinato.models.blocks import Attention
+from ostinato.models.blocks import AnyAttention
 
 
 class Sight(NamedTuple):
@@ -113,7 +113,7 @@ class _Row:
     values: dict[int, Tensor] = field(default_factory=dict)
     kept: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
-    def attend(self, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, block: AnyAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         layer, scale = block.layer, block.shape.query_scale
         assert block.shape.softcap is None
         self.keys[layer], self.values[layer] = k[0], v[0]

@@ -30,7 +30,7 @@ from ostinato.backends.cuda.mixers import (
     with_factor,
 )
 from ostinato.backends.cuda.outputs import ChunkOutputs
-from ostinato.backends.cuda.plan import flat, heads_of, paged_kv_of, plain_layer, rows_normed
+from ostinato.backends.cuda.plan import attention_of, flat, heads_of, paged_kv_of, plain_layer, rows_normed
 from ostinato.backends.cuda.scratch import Scratch
 from ostinato.backends.torch.allocate import pinned_zeros, zeros
 from ostinato.backends.torch.first_token import FirstToken
@@ -210,7 +210,7 @@ class FusedChunks:
         return torch.full((1,), rows, dtype=torch.int32, device=self._model.device)
 
     def _layer(self, number: int, layer: Layer, rows: int) -> list[Launch]:
-        attention, mixer, mlp = layer.attention, layer.mixer, layer.mlp
+        attention, mixer, mlp = attention_of(layer), layer.mixer, layer.mlp
         if attention is None and mixer is None:
             return [] if mlp is None else self._mlp(number, mlp, layer.mlp_norm, layer.after_mlp, rows)
         norm, given = self._normed(layer.attention_norm, rows)

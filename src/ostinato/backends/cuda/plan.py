@@ -29,6 +29,7 @@ from ostinato.backends.cuda.mixers import (
 )
 from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.kernels import Kernels
+from ostinato.backends.torch.kv_store import ValuesInKeys
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows
 from ostinato.backends.torch.ops.matmul import InputNorm, PreparedInput, n_stats
@@ -40,7 +41,18 @@ from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import InternalError
 from ostinato.loop.layout import SampledRows, Tables
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
-from ostinato.models.blocks import AnyLayer, Attention, Experts, GatedMLP, Layer, Linear, Mixer, Norm, PlainMLP
+from ostinato.models.blocks import (
+    AnyLayer,
+    Attention,
+    Experts,
+    GatedMLP,
+    LatentAttention,
+    Layer,
+    Linear,
+    Mixer,
+    Norm,
+    PlainMLP,
+)
 from ostinato.models.shape import ExpertShape, Shape
 
 
@@ -145,7 +157,7 @@ class FusedPlan:
             shapes = model.shape.recurrent.values()
             self._mixing = MixerBuffers.of(shapes, self._n_slots, torch.float32, model.device)
             self._buffers |= self._mixing.named
-        attending = [layer.attention for layer in map(plain_layer, model.layers) if layer.attention is not None]
+        attending = [own for own in map(attention_of, map(plain_layer, model.layers)) if own is not None]
         self._heads = {attention.layer: heads_of(model, attention) for attention in attending}
         heads = [*self._heads.values()]
         workspace = kernels.attend_workspace(self._n_slots, heads, model.device) if heads else None
@@ -210,7 +222,7 @@ class FusedPlan:
         self._add("embed", "embed", run, (), ("x", *self._beside_x))
 
     def _layer(self, number: int, layer: Layer) -> None:
-        attention, mixer, mlp = layer.attention, layer.mixer, layer.mlp
+        attention, mixer, mlp = attention_of(layer), layer.mixer, layer.mlp
         at, following = f"layer.{number}", self._next_norm(number)
         if attention is None and mixer is None:
             self._mlp(number, layer, following)
@@ -472,6 +484,13 @@ def plain_layer(layer: AnyLayer) -> Layer:
     return layer
 
 
+def attention_of(layer: Layer) -> Attention | None:
+    """As the fused kernels take it."""
+    if isinstance(layer.attention, LatentAttention):
+        raise InternalError("a GPU's kernels were given latent attention, which they do not know")
+    return layer.attention
+
+
 def heads_of(model: Model, attention: Attention) -> Heads:
     """How a layer attends."""
     s, rope, q_norm, k_norm = attention.shape, attention.shape.rope, attention.q_norm, attention.k_norm
@@ -512,6 +531,7 @@ def paged_kv_of(memory: PagedMemory, number: int) -> PagedKV:
     """Keys and values of a layer, as kernels take them."""
     assert memory.kv is not None
     keys, values = memory.kv.keys[number], memory.kv.values[number]
+    assert not isinstance(values, ValuesInKeys)
     scales = (None if half.scales is None else half.scales[0] for half in (keys, values))
     return PagedKV(keys.values[0], values.values[0], memory.page_tokens, *scales)
 

@@ -28,7 +28,7 @@ from ostinato.backends.torch.plan import BlockStep, tensors_of
 from ostinato.backends.torch.weight import rows_of
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Arena, SampledRows, Tables
-from ostinato.models.blocks import AnyLayer, Attention
+from ostinato.models.blocks import AnyAttention, AnyLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class StepMemory:
     attention: StepAttention | None
     n_planes: int = 1
 
-    def attend(self, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, block: AnyAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         attention = self.attention
         assert attention is not None
         heads = attention.heads[block.layer]

@@ -156,6 +156,7 @@ def why_not_blocks(shape: Shape) -> str | None:
     """Why the native loop cannot express a model; None where it can."""
     odd = {one.head_width for one in shape.attention.values() if one.head_width % HEAD_LANES}
     checks = (
+        (any(one.latent is not None for one in shape.attention.values()), "the native loop has no latent attention"),
         (
             any(one.value_width != one.head_width for one in shape.attention.values()),
             "the native loop wants values as wide as keys",

@@ -30,6 +30,7 @@ from ostinato.models.blocks import (
     DeltaMixer,
     Experts,
     GatedMLP,
+    LatentAttention,
     Layer,
     Linear,
     Mamba2Mixer,
@@ -328,6 +329,8 @@ class NativeStep:
                 out.attention_post_norm, out.mlp_post_norm = map(self._norm, (layer.attention_norm, layer.mlp_norm))
         if isinstance(layer, Layer) and layer.mixer is not None:
             self._set_mixer(out, layer.mixer, memory, layer.mixer_in)
+        if isinstance(layer.attention, LatentAttention):
+            raise InternalError("the native loop was given latent attention, which it does not know")
         if layer.attention is not None:
             self._set_attention(out, layer.attention, memory, ropes)
         if layer.mlp is not None:

@@ -25,6 +25,7 @@ from ostinato.models.tensors import (
     Constant,
     ExpertBiases,
     ExpertMatrices,
+    HeadMatrices,
     Matrices,
     Reference,
     StackedTensors,
@@ -77,6 +78,7 @@ class TileLoader:
         self._matrices: list[tuple[str, int, TileMatrix]] = []  # of a tensor, from which row of its bytes on
         # Kept by the file otherwise than we do: a tensor, and the matrices that its rows become, in order.
         self._changed: list[tuple[str, list[TileMatrix]]] = []
+        self._some_rows: list[tuple[HeadMatrices, list[TileMatrix]]] = []
 
     def leaf(self, reference: Reference) -> Any:
         match reference:
@@ -86,6 +88,8 @@ class TileLoader:
                 return self._experts(reference)
             case ExpertBiases():
                 return self._expert_biases(reference)
+            case HeadMatrices():
+                return self._heads(reference)
             case Matrices():
                 return self._stack(reference)
             case StackedTensors():
@@ -103,6 +107,8 @@ class TileLoader:
             for start in range(0, tiles.rows, step):
                 stop = min(tiles.rows, start + step)
                 yield WeightPiece((stop - start) * row_bytes, partial(self._pack, name, first, tiles, start, stop))
+        for reference, heads in self._some_rows:
+            yield WeightPiece(self._table.info(reference.name).n_bytes, partial(self._pack_heads, reference, heads))
         for name, matrices in self._changed:
             yield WeightPiece(self._table.info(name).n_bytes, partial(self._pack_changed, name, matrices))
 
@@ -128,6 +134,16 @@ class TileLoader:
             return Stack(tuple(self._rows(name, rows // 2, cols, first) for first in (0, rows // 2)))
         tiles = [self._matrix(name, *shape) for name, shape in reference.wanted]
         return tiles[0] if len(tiles) == 1 else Stack(tuple(tiles))
+
+    def _heads(self, reference: HeadMatrices) -> tuple[TileMatrix, ...]:
+        """A matrix for each head, as for experts."""
+        n, (rows, cols) = reference.n_heads, reference.size
+        if reference.rows is None:
+            return tuple(self._cut(reference.name, n, rows, cols))
+        type = self._table.info(reference.name).type
+        tiles = [empty_tiles(type if type in _ROUNDED else "F32", rows, cols, wide=self._wide) for _ in range(n)]
+        self._some_rows.append((reference, tiles))
+        return tuple(tiles)
 
     def _experts(self, reference: ExpertMatrices) -> tuple[TileMatrix | Stack, ...]:
         """Every expert by itself: the native loop multiplies with those that a row was sent to."""
@@ -175,6 +191,12 @@ class TileLoader:
         raw = self._table.raw(name)[first + start : first + stop]
         fill_tiles(tiles, raw if stored.type == tiles.type else requantised(raw, stored.type, tiles.type), start)
         self._table.checkpoint.let_go(stored.name, first + start, first + stop)
+
+    def _pack_heads(self, reference: HeadMatrices, matrices: list[TileMatrix]) -> None:
+        dtype = _ROUNDED.get(matrices[0].type, _FLOAT32)
+        ours = np.ascontiguousarray(reference.of(self._table.values(reference.name, dtype)))
+        for tiles, own in zip(matrices, ours, strict=True):
+            fill_tiles(tiles, own.view(np.uint8), 0)
 
     def _pack_changed(self, name: str, matrices: list[TileMatrix]) -> None:
         first = matrices[0]

@@ -186,6 +186,7 @@ def why_not_shape(shape: Shape) -> str | None:
         (first.qk_norm == "heads", "QK norms over whole rows or after the rotation"),
         (not shape.parallel, "attention and feed-forward in parallel"),
         (first.temperature is None, "queries that grow with their position"),
+        (first.latent is None, "multi-head latent attention"),
         (not first.gated, "gates on the output of attention"),
         (not first.sinks, "attention sinks"),
         (first.softcap is None and shape.logit_softcap is None, "soft caps"),

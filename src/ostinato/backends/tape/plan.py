@@ -547,7 +547,7 @@ class TapeStep:
     def _caches(self, model: Model, memory: PagedMemory) -> None:
         assert memory.kv is not None
         halves = [half for i in range(model.shape.n_layers) for half in (memory.kv.keys[i], memory.kv.values[i])]
-        places = [half.values.data_ptr() for half in halves]
+        places = [half.parts[0].data_ptr() for half in halves]
         self.buffers["caches"] = torch.tensor(places, dtype=torch.int64, device=model.device)
         self.buffers["groups"] = torch.tensor([*memory.group_of.values()], dtype=torch.int32, device=model.device)
 
@@ -609,7 +609,7 @@ def _plain_embedding(model: Model) -> Tensor:
 
 def _attention(model: Model, number: int) -> Attention:
     attention = model.layers[number].attention
-    assert attention is not None
+    assert isinstance(attention, Attention)
     return attention
 
 

@@ -17,12 +17,14 @@ from ostinato.backends.torch.table import Ops
 from ostinato.backends.torch.weight import dtype_of
 from ostinato.models.blocks import (
     MLP,
+    AnyAttention,
     AnyLayer,
     Attention,
     Conv,
     DeltaMixer,
     Experts,
     GatedMLP,
+    LatentAttention,
     Layer,
     Linear,
     Mamba2Mixer,
@@ -50,7 +52,7 @@ class ForwardState(Protocol):
     def n_planes(self) -> int:
         """How many states of each run to keep: the newest and, for roll back, those before its last tokens."""
 
-    def attend(self, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, block: AnyAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append k and v, then attend each row of q to what it may see; [rows, heads, value_width]."""
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
@@ -120,7 +122,7 @@ class Forward:
         """Rows [rows, hidden] to rows of the same shape."""
         ops = self.ops
         match layer:
-            case Layer(attention=Attention(), mlp=mlp, parallel=True) if mlp is not None:
+            case Layer(mlp=mlp, parallel=True) if mlp is not None:
                 inside = normed(ops, layer.attention_norm, x)
                 thought = through_mlp(ops, mlp, normed(ops, layer.mlp_norm, x) if layer.mlp_norm else inside)
                 return (x + self._mixed(layer, inside)) + thought
@@ -141,7 +143,12 @@ class Forward:
         if layer.attention is None:
             assert mixed is not None
             return mixed
-        seen = self.attention(layer.attention, _scaled(x, layer.attention_in))
+        given = _scaled(x, layer.attention_in)
+        attention = layer.attention
+        if isinstance(attention, LatentAttention):
+            seen = self.latent_attention(attention, given)
+        else:
+            seen = self.attention(attention, given)
         return seen if mixed is None else mixed + seen
 
     def attention(self, block: Attention, x: Tensor) -> Tensor:
@@ -162,6 +169,22 @@ class Forward:
         seen = self.memory.attend(block, q, k, v)
         seen = seen if gate is None else seen * torch.sigmoid(gate)
         return through_linear(ops, block.out, seen.flatten(1))
+
+    def latent_attention(self, block: LatentAttention, x: Tensor) -> Tensor:
+        s, ops, n = block.shape, self.ops, len(x)
+        latent = s.latent
+        assert latent is not None
+        inside = x if block.q_a is None else normed(ops, block.q_a_norm, through_linear(ops, block.q_a, x))
+        q = through_linear(ops, block.q_b, inside).view(n, s.n_heads, -1)
+        plain, turned = q[..., : latent.plain_width], q[..., latent.plain_width :]
+        row, key = torch.split(through_linear(ops, block.kv_a, x), [latent.kv_rank, s.head_width - latent.kv_rank], -1)
+        q = torch.cat((turned, torch.einsum("rhp,hkp->rhk", plain, block.k_b)), -1)
+        k = torch.cat((key, normed(ops, block.kv_a_norm, row)), -1).unsqueeze(1)
+        if s.rope is not None:
+            q, k = (ops.rope(heads, *self.angles[s.rope], s.rope.pairing) for heads in (q, k))
+        seen = self.memory.attend(block, q, k, k[..., -s.value_width :])
+        expanded = torch.einsum("rhk,hvk->rhv", seen, block.v_b)
+        return through_linear(ops, block.out, expanded.flatten(1))
 
     def _qk_normed(self, block: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Heads of queries and of keys [rows, heads, width], normed where the family does: each, or a row's as one."""

@@ -7,8 +7,8 @@ attention reads padding too, and masked values must not be NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -58,6 +58,24 @@ class Half:
         return dequantize_q8_0_torch(values, self.scales[stream, cells], dtype)
 
 
+class ValuesInKeys:
+    """Values that are the last numbers of their keys: nothing of their own is kept."""
+
+    parts: Sequence[Tensor] = ()
+
+    def __init__(self, keys: Half, width: int) -> None:
+        self._keys, self._width = keys, width
+
+    def write(self, stream: int, cells: Tensor, rows: Tensor) -> None:
+        """Their keys were written."""
+
+    def read(self, stream: int, cells: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        return self._keys.read(stream, cells, dtype)[..., -self._width :]
+
+
+AnyValues: TypeAlias = Half | ValuesInKeys
+
+
 def as_slice(cells: Ints) -> slice | None:
     """The cells as a slice, if they are contiguous: then they can be read without a copy."""
     first, last = int(cells[0]), int(cells[-1])
@@ -82,16 +100,21 @@ class KVStore:
         self.kv_type = kv_type
         self._attention, self._frequencies = shape.attention, frequencies
 
-        def halves(width: Callable[[AttentionShape], int]) -> dict[int, Half]:
-            sizes = {layer: (one.n_kv_heads, width(one)) for layer, one in shape.attention.items()}
-            return {layer: Half(streams, n, *sizes[layer], kv_type, device) for layer, n in cells.items()}
+        def half(layer: int, width: int) -> Half:
+            return Half(streams, cells[layer], self._attention[layer].n_kv_heads, width, kv_type, device)
 
-        self.keys, self.values = halves(lambda one: one.head_width), halves(lambda one: one.value_width)
+        def values(layer: int, attention: AttentionShape) -> AnyValues:
+            if attention.latent is not None:
+                return ValuesInKeys(self.keys[layer], attention.value_width)
+            return half(layer, attention.value_width)
+
+        self.keys = {layer: half(layer, self._attention[layer].head_width) for layer in cells}
+        self.values = {layer: values(layer, self._attention[layer]) for layer in cells}
 
     @property
     def halves(self) -> list[Half]:
-        """Keys of every layer, then values of every layer."""
-        return [*self.keys.values(), *self.values.values()]
+        """Keys of every layer, then values of every layer that keeps them."""
+        return [half for half in (*self.keys.values(), *self.values.values()) if isinstance(half, Half)]
 
     def copy_stream(self, source: int, target: int) -> None:
         """Copy all keys and values of a stream (SQ-8)."""

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from ostinato.models.tensors import (
     Constant,
     ExpertBiases,
     ExpertMatrices,
+    HeadMatrices,
     Matrices,
     Reference,
     StackedTensors,
@@ -44,6 +46,7 @@ class DenseLoader:
         self.table, self.dtype, self.device, self.allocate = table, dtype, device, allocate
         self.uploads = Uploads(device)
         self._jobs: list[tuple[str, Tensor]] = []
+        self._heads: list[tuple[HeadMatrices, Tensor]] = []
 
     def leaf(self, reference: Reference) -> Weight:
         """What takes the place of a reference; its values are there once it was read."""
@@ -54,6 +57,8 @@ class DenseLoader:
                 return self.experts(reference)
             case ExpertBiases():
                 return self.expert_biases(reference)
+            case HeadMatrices():
+                return self.head_matrices(reference)
             case Matrices():
                 return self.matrices(reference)
             case StackedTensors():
@@ -88,6 +93,12 @@ class DenseLoader:
             self.into(name, whole[:, number * width : (number + 1) * width])
         return whole
 
+    def head_matrices(self, reference: HeadMatrices) -> Tensor:
+        """[n_heads, rows, cols], dense in every layout: they are few."""
+        out = self.allocate(reference.shape, self.dtype, self.device)
+        self._heads.append((reference, out))
+        return out
+
     def into_experts(self, names: Sequence[str], out: Tensor) -> None:
         """One part of all experts into memory [n_experts, rows, cols]."""
         if is_whole(tuple(names)):
@@ -104,12 +115,22 @@ class DenseLoader:
         """Everything there is to read."""
         for name, out in self._jobs:
             yield WeightPiece(self.table.info(name).n_bytes, partial(self._read, name, out))
+        for reference, out in self._heads:
+            yield WeightPiece(self.table.info(reference.name).n_bytes, partial(self._read_heads, reference, out))
 
     def read(self, progress: Progress | None = None) -> None:
         """Read everything, the largest first, so that no thread is left with one big tensor at the end."""
         pieces = sorted(self.pieces(), key=lambda piece: -piece.n_bytes)
         read_all(pieces, reading_threads(self.device), progress)
         self.uploads.close()
+
+    def _read_heads(self, reference: HeadMatrices, out: Tensor) -> None:
+        stored = self.table.values(reference.name, array_dtype(out.dtype))
+        values = np.ascontiguousarray(reference.of(stored))
+        if out.device.type != "cpu":
+            self.uploads.put(values, out)
+        else:
+            out.copy_(tensor_of(values))
 
     def _read(self, name: str, out: Tensor) -> None:
         table, there = self.table, out.device.type != "cpu"

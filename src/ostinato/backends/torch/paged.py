@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.backends.torch.kv_store import Half, KVStore, StateStore, as_slice
+from ostinato.backends.torch.kv_store import AnyValues, Half, KVStore, StateStore, as_slice
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.blocked_attention import blocked_attention_torch
 from ostinato.cache.groups import PageGroup, group_of_layer
 from ostinato.cache.sequences import Ints
-from ostinato.models.blocks import Attention
+from ostinato.models.blocks import AnyAttention
 from ostinato.options import KVType
 
 
@@ -73,7 +73,7 @@ class PagedRows:
     n_seqs: int = 1
     n_planes: int = 1
 
-    def attend(self, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, block: AnyAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kv = self.memory.kv
         assert kv is not None
         keys, values = kv.keys[block.layer], kv.values[block.layer]
@@ -96,7 +96,7 @@ class PagedRows:
         """Where the positions from `first` to the last row's are kept in a layer."""
         return self.memory.cells(self.pages[self.memory.group_of[layer]], first, self.start + self.n)
 
-    def _attended(self, block: Attention, q: Tensor, keys: Half, values: Half) -> Tensor:
+    def _attended(self, block: AnyAttention, q: Tensor, keys: Half, values: AnyValues) -> Tensor:
         raise NotImplementedError
 
 
@@ -106,7 +106,7 @@ class RowMemory(PagedRows):
 
     seen: dict[tuple[int, int | None], slice | Tensor] = field(default_factory=dict)
 
-    def _attended(self, block: Attention, q: Tensor, keys: Half, values: Half) -> Tensor:
+    def _attended(self, block: AnyAttention, q: Tensor, keys: Half, values: AnyValues) -> Tensor:
         layer, s = block.layer, block.shape
         window = s.window
         place = self.memory.group_of[layer], window
@@ -121,7 +121,7 @@ class RowMemory(PagedRows):
 class ChunkMemory(PagedRows):
     """Of a chunk of a prompt."""
 
-    def _attended(self, block: Attention, q: Tensor, keys: Half, values: Half) -> Tensor:
+    def _attended(self, block: AnyAttention, q: Tensor, keys: Half, values: AnyValues) -> Tensor:
         s, seen = block.shape, torch.from_numpy(self._cells(block.layer, 0)).to(q.device)
 
         def past(first: int, stop: int) -> tuple[Tensor, Tensor]:

@@ -119,9 +119,8 @@ def memory_tensors(memory: PagedMemory) -> Iterator[tuple[str, Tensor]]:
     if memory.kv is not None:
         for what, halves in (("keys", memory.kv.keys), ("values", memory.kv.values)):
             for layer, half in halves.items():
-                yield f"memory.{layer}.{what}", half.values
-                if half.scales is not None:
-                    yield f"memory.{layer}.{what}.scales", half.scales
+                for name, part in zip((what, f"{what}.scales"), half.parts, strict=False):
+                    yield f"memory.{layer}.{name}", part
     if memory.states is not None:
         for layer, states in memory.states.layers.items():
             for number, state in enumerate(states):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.base import PageTables
-from ostinato.backends.torch.kv_store import Half
+from ostinato.backends.torch.kv_store import AnyValues
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.cache.state_block import CellForm
 from ostinato.files.unpack import Bytes
@@ -52,7 +52,7 @@ class TorchSequenceCopy:
         states = self._memory.states
         return [] if states is None else [state for of_layer in states.layers.values() for state in of_layer]
 
-    def _halves(self, layers: Sequence[int]) -> list[tuple[int, Half]]:
+    def _halves(self, layers: Sequence[int]) -> list[tuple[int, AnyValues]]:
         """Each layer with its keys, then each with its values."""
         kv = self._memory.kv
         return [] if kv is None else [(layer, half[layer]) for half in (kv.keys, kv.values) for layer in layers]

@@ -21,7 +21,7 @@ from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.cells.memory.cells import Cells
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.slots import Slot
-from ostinato.models.blocks import Attention
+from ostinato.models.blocks import AnyAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class KVPart:
             )
         return KVPart(store, tuple(views))
 
-    def attend(self, ops: Ops, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, ops: Ops, block: AnyAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         s, keys, values = block.shape, self.store.keys[block.layer], self.store.values[block.layer]
         seen = []
         for view in self.views:
@@ -98,7 +98,7 @@ class EncoderPart:
         seen = member[ubatch.primary]
         return EncoderPart(None if seen.all() else torch.from_numpy(seen).to(device))
 
-    def attend(self, ops: Ops, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, ops: Ops, block: AnyAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         s = block.shape
         return ops.attention(q, k, v, self.mask, scale=s.query_scale, softcap=s.softcap, sinks=block.sinks)
 
@@ -120,7 +120,7 @@ class ForwardMemory:
     def n_planes(self) -> int:
         return 1 if self.states_store is None else self.states_store.planes
 
-    def attend(self, block: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, block: AnyAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.before_layer()
         return self.parts[self.part_of[block.layer]].attend(self.ops, block, q, k, v)
 
