@@ -609,7 +609,7 @@ class LLM:
         """
         several: Sequence[Any] = [texts] if is_one_text(texts) else listed(texts)
         vectors = list(self.each_embedding(several, pooling, normalize=normalize, prompt=prompt))
-        return np.stack(vectors) if vectors else np.empty((0, self.shape.hidden), np.float32)
+        return np.stack(vectors) if vectors else np.empty((0, self.shape.vector_width), np.float32)
 
     def each_embedding(
         self,

@@ -33,7 +33,9 @@ class PlainMemory:
     def attend(self, block: AnyAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         layer, scale, softcap = block.layer, block.shape.query_scale, block.shape.softcap
         if not self.shape.causal:
-            return attention_torch(q, k, v, None, scale=scale, softcap=softcap)
+            apart = (torch.arange(len(q))[:, None] - torch.arange(len(q))).abs()
+            near = None if block.shape.window is None else apart < block.shape.window
+            return attention_torch(q, k, v, near, scale=scale, softcap=softcap)
         if layer in self.keys:
             k, v = torch.cat((self.keys[layer], k)), torch.cat((self.values[layer], v))
         self.keys[layer], self.values[layer] = k, v

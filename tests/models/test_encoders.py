@@ -1,4 +1,4 @@
-"""bert, xlm-roberta and nomic-bert, in every form that people have, give the rows and scores of transformers."""
+"""Encoders, in every form that people have, give the rows and scores of transformers."""
 
 import json
 import subprocess
@@ -38,7 +38,8 @@ def test_hidden_rows_equal_those_of_transformers(name: str, form: str, tiny_file
 def test_scores_of_a_pair_equal_those_of_transformers(name: str, form: str, tiny_files: Path) -> None:
     model = plain_memory.load(tiny_encoders.written(name, form, tiny_files))
     ids, types = tiny_encoders.pair(name)
-    pooled = plain_memory.hidden(model, ids, types=types)[:1]
+    rows = plain_memory.hidden(model, ids, types=types)
+    pooled = rows.mean(0, keepdim=True) if model.shape.rank_by == "mean" else rows[:1]
     with torch.inference_mode():
         found = model.rank(pooled)
     assert found.shape == (1, model.shape.n_classes)
@@ -63,6 +64,10 @@ def test_which_of_two_texts_a_token_is_of_matters(tiny_files: Path) -> None:
         ("bert-rank", "gguf", "rank"),
         ("xlm-roberta", "current", "cls"),
         ("xlm-roberta-rank", "current", "rank"),
+        ("modern-bert", "gguf", "cls"),
+        ("modern-bert-rank", "current", "rank"),
+        ("gemma-embedding", "current", "mean"),
+        ("gemma-embedding", "gguf", "mean"),
         ("nomic-bert", "current", "mean"),
         ("nomic-bert", "gguf", "mean"),
     ],
@@ -116,10 +121,23 @@ def test_pooling_that_is_not_supported_is_named(mode: str, tmp_path: Path, tiny_
 
 
 def test_a_layer_after_the_pooling_is_refused_by_name(tmp_path: Path, tiny_files: Path) -> None:
-    more = {"idx": 3, "name": "3", "type": "sentence_transformers.models.Dense"}
+    more = {"idx": 3, "name": "3", "type": "sentence_transformers.models.LSTM"}
     source = tiny_encoders.folder("bert-cls", tiny_files)
     path = edited(source, tmp_path, "modules.json", lambda modules: [*modules, more])
-    with pytest.raises(Unsupported, match="Dense"):
+    with pytest.raises(Unsupported, match="LSTM"):
+        read_shape(open_checkpoint(path))
+
+
+def test_a_product_after_the_pooling_must_be_that_alone_and_be_there(tmp_path: Path, tiny_files: Path) -> None:
+    source = tiny_encoders.folder("gemma-embedding", tiny_files)
+    curved = {"activation_function": "torch.nn.modules.activation.Tanh"}
+    with pytest.raises(Unsupported, match="Tanh of a Dense module"):
+        read_shape(open_checkpoint(edited(source, tmp_path, "2_Dense/config.json", lambda stated: curved)))
+    assert read_shape(open_checkpoint(source)).vector_width == 64
+    (tmp_path / "without").mkdir()
+    path = edited(source, tmp_path / "without", "config.json", lambda stated: stated)
+    (path / "3_Dense" / "model.safetensors").unlink()
+    with pytest.raises(BadFile, match="3_Dense"):
         read_shape(open_checkpoint(path))
 
 
@@ -130,6 +148,9 @@ def test_a_layer_after_the_pooling_is_refused_by_name(tmp_path: Path, tiny_files
         ("bert", False, "is_decoder", True),
         ("bert", False, "hidden_act", "relu"),
         ("xlm-roberta", False, "pad_token_id", 0),
+        ("modern-bert", False, "norm_bias", True),
+        ("modern-bert", False, "classifier_activation", "silu"),
+        ("gemma-embedding", False, "use_bidirectional_attention", False),
         ("nomic-bert", False, "head_dim", 8),
         ("nomic-bert", True, "moe_every_n_layers", 2),
         ("nomic-bert", True, "qkv_proj_bias", True),

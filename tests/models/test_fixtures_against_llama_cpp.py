@@ -55,7 +55,9 @@ def test_llama_cpp_reads_a_tiny_gguf_as_transformers_reads_the_model(name: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert", "bert-cls", "bert-masked", "nomic-bert"])
+@pytest.mark.parametrize(
+    "name", ["bert", "bert-cls", "bert-masked", "xlm-roberta", "modern-bert", "gemma-embedding", "nomic-bert"]
+)
 def test_llama_cpp_embeds_with_a_tiny_gguf_as_transformers_with_the_model(name: str, tiny_files: Path) -> None:
     path = tiny_encoders.gguf(name, tiny_files)
     ids = [tiny_encoders.ids_of(text) for text in tiny_encoders.TEXTS]
@@ -66,7 +68,7 @@ def test_llama_cpp_embeds_with_a_tiny_gguf_as_transformers_with_the_model(name: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert-rank", "bert-classes"])
+@pytest.mark.parametrize("name", ["bert-rank", "bert-classes", "xlm-roberta-rank", "modern-bert-rank"])
 def test_llama_cpp_ranks_with_a_tiny_gguf_as_transformers_with_the_model(name: str, tiny_files: Path) -> None:
     query, documents = tiny_encoders.PAIR[0], tiny_encoders.TEXTS
     found = llama_cpp.scores(tiny_encoders.gguf(name, tiny_files), query, documents, context=128)

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -37,6 +38,21 @@ _MINILM: Final[Mapping[str, Any]] = {
     "max_position_embeddings": 512,
 }
 _ROBERTA: Final[Mapping[str, Any]] = {"pad_token_id": 1, "type_vocab_size": 1, "max_position_embeddings": 130}
+_MODERN: Final[Mapping[str, Any]] = {
+    "num_hidden_layers": 4,
+    "local_attention": 8,
+    "global_attn_every_n_layers": 3,
+    "tie_word_embeddings": False,
+    **{f"{name}_token_id": number for number, name in enumerate(("pad", "bos", "cls", "sep", "eos"))},
+}
+_GEMMA: Final[Mapping[str, Any]] = {
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "sliding_window": 8,
+    "sliding_window_pattern": 2,
+    "use_bidirectional_attention": True,
+}
 TEXTS: Final = (
     "The people said that it was time.",
     "who was there when we were all up?",
@@ -71,18 +87,25 @@ ENCODERS: Final[Mapping[str, TinyEncoder]] = MappingProxyType(
         "minilm": _made("BertModel", None, **_MINILM),
         "xlm-roberta": _made("XLMRobertaModel", "bert", "cls", **_ROBERTA),
         "xlm-roberta-rank": _made("XLMRobertaForSequenceClassification", "bert", num_labels=1, **_ROBERTA),
+        "modern-bert": _made("ModernBertModel", "modern-bert", "cls", **_MODERN),
+        "modern-bert-silu": _made("ModernBertForMaskedLM", "modern-bert", **_MODERN, hidden_activation="silu"),
+        "modern-bert-rank": _made(
+            "ModernBertForSequenceClassification", "modern-bert", **_MODERN, num_labels=1, classifier_pooling="mean"
+        ),
+        "gemma-embedding": _made("Gemma3TextModel", "gemma-embedding", "mean", **_GEMMA),
         "nomic-bert": _made("NomicBertModel", "nomic-bert", "mean"),
         "nomic-bert-rank": _made("NomicBertForSequenceClassification", None, num_labels=2),
     }
 )
-RANKERS: Final = ("bert-rank", "bert-classes", "xlm-roberta-rank", "nomic-bert-rank")
+RANKERS: Final = ("bert-rank", "bert-classes", "xlm-roberta-rank", "modern-bert-rank", "nomic-bert-rank")
+DENSE: Final = (96, 64)  # what embeddinggemma's pooled rows go through
 # The tanh form of GELU cannot be said in a GGUF file, where bert's is the exact one.
 CASES: Final = [
     (name, form)
     for name, encoder in ENCODERS.items()
     for form in ("gguf", "current", "original")
     if name != "minilm"
-    and (form != "original" or not name.startswith("xlm"))
+    and (form != "original" or not name.startswith(("xlm", "gemma")))
     and (form != "gguf" or (encoder.architecture is not None and name != "bert-last"))
 ]
 
@@ -112,6 +135,8 @@ def folder(name: str, tmp: Path, *, original: bool = False) -> Path:
     tiny_wordpiece.write_files(path)
     if (pooling := ENCODERS[name].pooling) is not None:
         write_pooling(path, pooling)
+    if name == "gemma-embedding":
+        _write_dense(path)
     if original:
         _make_original(path)
     return path
@@ -129,10 +154,36 @@ def write_pooling(path: Path, pooling: str) -> None:
     (path / "modules.json").write_text(json.dumps(modules))
 
 
+@cache
+def dense() -> tuple[Tensor, ...]:
+    """The products behind the pooling of embeddinggemma, each [out, in]."""
+    widths, random = (64, *DENSE), torch.Generator().manual_seed(5)
+    return tuple(torch.randn(out, width, generator=random) / width**0.5 for width, out in pairwise(widths))
+
+
+def _write_dense(path: Path) -> None:
+    modules = json.loads((path / "modules.json").read_text())
+    added = [
+        {"idx": n, "name": str(n), "path": f"{n}_Dense", "type": "sentence_transformers.models.Dense"} for n in (2, 3)
+    ]
+    (path / "modules.json").write_text(json.dumps([*modules[:2], *added, {**modules[2], "idx": 4}]))
+    for number, weight in enumerate(dense(), 2):
+        (path / f"{number}_Dense").mkdir()
+        stated: dict[str, Any] = {"in_features": weight.shape[1], "out_features": weight.shape[0], "bias": False}
+        stated["activation_function"] = "torch.nn.modules.linear.Identity"
+        (path / f"{number}_Dense" / "config.json").write_text(json.dumps(stated))
+        save_file({"linear.weight": weight}, path / f"{number}_Dense" / "model.safetensors")
+
+
 def _make_original(path: Path) -> None:
     """bert with gamma and beta and its positions counted out; nomic-bert with the keys of its authors."""
     config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
-    if config["model_type"] == "bert":
+    if config["model_type"] == "modernbert":
+        bases = {kind: config["rope_parameters"][f"{kind}_attention"]["rope_theta"] for kind in ("full", "sliding")}
+        config |= {"global_rope_theta": bases["full"], "local_rope_theta": bases["sliding"]}
+        config |= {"global_attn_every_n_layers": 3}
+        config = {key: value for key, value in config.items() if key not in ("rope_parameters", "layer_types")}
+    elif config["model_type"] == "bert":
         tensors = {name.replace("LayerNorm.weight", "LayerNorm.gamma"): value for name, value in tensors.items()}
         tensors = {name.replace("LayerNorm.bias", "LayerNorm.beta"): value for name, value in tensors.items()}
         prefix = "" if "embeddings.word_embeddings.weight" in tensors else "bert."
@@ -182,7 +233,9 @@ def gguf(name: str, tmp: Path, **options: Any) -> Path:
         config = json.loads((source / "config.json").read_text())
         config["pooling"] = "rank" if name in RANKERS else encoder.pooling
         tensors = load_file(source / "model.safetensors")
-        add = tiny_wordpiece.add_to
+        if name == "gemma-embedding":
+            tensors |= {f"dense_{number}.weight": weight for number, weight in enumerate(dense(), 2)}
+        add = partial(tiny_wordpiece.add_to, n_types=config.get("type_vocab_size", 2))
         tiny_gguf.write(path, encoder.architecture, config, tensors, vocabulary=add, **options)
     return path
 
@@ -196,7 +249,7 @@ def ids_of(text: str) -> list[int]:
 def pair(name: str = "bert") -> tuple[list[int], list[int]]:
     """Two texts as one: the ids, and which of the two each is of, for a model that tells them apart."""
     found = tiny_wordpiece.tokenizer().encode(*PAIR)
-    n_types = ENCODERS[name].config.get("type_vocab_size", 2)
+    n_types = ENCODERS[name].config.get("type_vocab_size", 1 if name.startswith("modern") else 2)
     return found.ids, [min(kind, n_types - 1) for kind in found.type_ids]
 
 
@@ -204,18 +257,22 @@ def rows(name: str, ids: list[int], types: list[int] | None = None) -> Tensor:
     """transformers' last hidden rows [len(ids), hidden], float32."""
     model = build(name)
     body = getattr(model, model.base_model_prefix, model)
-    kinds = None if types is None else torch.tensor([types])
     with torch.inference_mode():
-        found: Tensor = body(torch.tensor([ids]), token_type_ids=kinds, **_places(name, ids)).last_hidden_state[0]
+        found: Tensor = body(torch.tensor([ids]), **_kinds(name, types), **_places(name, ids)).last_hidden_state[0]
     return found
 
 
 def scores(name: str, ids: list[int], types: list[int]) -> Tensor:
     """transformers' scores [n_classes] of a ranking model."""
     with torch.inference_mode():
-        found = build(name)(torch.tensor([ids]), token_type_ids=torch.tensor([types]), **_places(name, ids))
+        found = build(name)(torch.tensor([ids]), **_kinds(name, types), **_places(name, ids))
     logits: Tensor = found.logits[0]
     return logits
+
+
+def _kinds(name: str, types: list[int] | None) -> dict[str, Tensor]:
+    one_kind = types is None or name.startswith(("modern", "gemma"))
+    return {} if one_kind else {"token_type_ids": torch.tensor([types])}
 
 
 def _places(name: str, ids: list[int]) -> dict[str, Tensor]:
@@ -227,4 +284,6 @@ def vector(name: str, ids: list[int]) -> Tensor:
     """The embedding [hidden] of one text: pooled as the model says (mean where it does not), of length 1."""
     found = rows(name, ids)
     pooled = {"cls": found[0], "last": found[-1]}.get(ENCODERS[name].pooling or "mean", found.mean(0))
+    for weight in dense() if name == "gemma-embedding" else ():
+        pooled = weight @ pooled
     return torch.nn.functional.normalize(pooled, dim=0)

@@ -92,6 +92,7 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
         "deepseek2": _add_deepseek2,
         "bert": _add_encoder,
         "nomic-bert": _add_encoder,
+        "modern-bert": _add_modern_bert,
     }
     if architecture in special:
         special[architecture](writer, config)
@@ -122,8 +123,14 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
         writer.add_num_deepstack_layers(1)
     if architecture in ("granite", "granitemoe"):
         _add_granite_factors(writer, config)
-    if architecture == "gemma3":
+    if architecture in ("gemma3", "gemma-embedding"):
         _add_gemma3(writer, config)
+    if architecture == "gemma-embedding":
+        writer.add_causal_attention(False)
+        writer.add_pooling_type(gguf.PoolingType.MEAN)
+        for number, (width, out) in ((2, (64, 96)), (3, (96, 64))):
+            writer.add_uint32(f"gemma-embedding.dense_{number}_feat_in", width)
+            writer.add_uint32(f"gemma-embedding.dense_{number}_feat_out", out)
     _add_experts(writer, architecture, config)
 
 
@@ -408,6 +415,16 @@ def _add_encoder(writer: Any, config: Config) -> None:
         writer.add_rope_freq_base(_rope(config)["rope_theta"])
 
 
+def _add_modern_bert(writer: Any, config: Config) -> None:
+    _add_encoder(writer, {**config, "layer_norm_eps": config["norm_eps"]})
+    writer.add_sliding_window(config["local_attention"])
+    writer.add_sliding_window_pattern(3)
+    ropes = config["rope_parameters"]
+    writer.add_rope_freq_base(ropes["full_attention"]["rope_theta"])
+    writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+    writer.add_string("modern-bert.hidden_act", config["hidden_activation"])
+
+
 def _add_vocabulary(writer: Any) -> None:
     tokens = tiny_text.vocabulary()
     n_control = len(tiny_text.CONTROL_TOKENS)
@@ -461,6 +478,14 @@ def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor])
             name = name.replace("in_proj_qkvz", "in_proj_z")
         elif architecture in ("qwen35", "qwen35moe", "qwen3next"):
             name, value = _delta_part(name, value, config)
+        elif architecture == "modern-bert":
+            name = name.removeprefix("model.")
+            ranks = config["pooling"] == "rank"
+            if name.startswith(("decoder.", "head.")) and not ranks:
+                continue
+            parts = {"head.dense": "cls", "head.norm": "cls.norm", "classifier": "cls.output"}
+            stem, _, leaf = name.rpartition(".")
+            name = f"{parts.get(stem, stem)}.{leaf}"
         elif architecture in ("bert", "nomic-bert"):
             name = _encoder_name(name, config)
             if config["model_type"] == "xlm-roberta" and "position_embeddings" in name:

@@ -66,7 +66,7 @@ def write_files(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def add_to(writer: Any) -> None:
+def add_to(writer: Any, n_types: int = 2) -> None:
     """The vocabulary as GGUF has it: the beginning of a word marked, the rest bare."""
     tokens, kinds = [], []
     for number, token in enumerate(vocabulary()):
@@ -75,7 +75,7 @@ def add_to(writer: Any) -> None:
         kinds.append(gguf.TokenType.NORMAL if plain else gguf.TokenType.CONTROL)
     writer.add_tokenizer_model("bert")
     writer.add_tokenizer_pre("default")
-    writer.add_token_type_count(2)
+    writer.add_token_type_count(n_types)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_bos_token_id(CLS)

@@ -75,6 +75,10 @@ class Runner:
         """A pooled row [hidden] of a ranking model to its scores [classes]."""
         raise NotImplementedError
 
+    def projected(self, pooled: Floats) -> Floats:
+        """A pooled row [hidden] to the vector of its text, for a model that has projections."""
+        raise NotImplementedError
+
     def _wake_event(self) -> WakeEvent:
         return threading.Event()
 

@@ -43,6 +43,8 @@ def page_groups(
     same proportion: a pool that is smaller, because memory is, is so in every group.
     """
     attention = shape.attention.items()
+    if not shape.causal:  # a text's rows are all there at once, and a window is of what they see of each other
+        return one_group(tuple(shape.attention), n_pages)
     windows = {layer: None if one.window is None or one.window >= context else one.window for layer, one in attention}
     if not windows:  # pages count the positions of a sequence even where no layer keeps any
         return one_group((), n_pages)

@@ -87,7 +87,8 @@ def each_vector(
         pooled.add_rows(0, np.fromiter(positions, np.int64), output.hidden)
         n_rows += len(output.hidden)
         if n_rows == len(asked[number]):
-            yield pooled.results()[0]
+            vector = pooled.results()[0]
+            yield runner.projected(vector) if runner.model.projections and head is None else vector
             pooled.clear()
             n_rows = 0
 

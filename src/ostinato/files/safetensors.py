@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +24,7 @@ from ostinato.other_engines import LORA
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_DENSE = (2, 3)  # modules of sentence-transformers that have weights of their own
 _BESIDE_WEIGHTS = (  # optional files that also affect the answer
     "config.json",
     "generation_config.json",
@@ -72,6 +74,12 @@ class SafetensorsFolder(Checkpoint):
                 )
 
     def _open_shards(self) -> None:
+        self._open_model()
+        for number in _DENSE:
+            if os.path.exists(self.path / f"{number}_Dense" / _SINGLE):
+                self._open_shard(f"{number}_Dense/{_SINGLE}", f"{number}_Dense.")
+
+    def _open_model(self) -> None:
         if os.path.exists(self.path / _SINGLE):
             self._open_shard(_SINGLE)
             return
@@ -88,14 +96,16 @@ class SafetensorsFolder(Checkpoint):
             if name not in self._places or self._places[name][0].path.name != shard:
                 raise BadFile(f"{self.path / shard}: lacks tensor {name[:99]!r}, which {_INDEX} lists; fetch it again")
 
-    def _open_shard(self, file_name: str) -> None:
+    def _open_shard(self, file_name: str, before: str = "") -> None:
+        """Add a file's tensors, with a text before their names."""
         file = MappedFile(self.path / file_name)
         self._files.append(file)
-        for name, info in read_header(file).items():
+        for own, info in read_header(file).items():
+            name = before + own
             if name in self._places:
                 earlier = self._places[name][0].path.name
                 raise BadFile(f"{file.path}: tensor {name[:120]!r} is in {earlier} too; fetch the folder again")
-            self._places[name] = (file, info)
+            self._places[name] = (file, replace(info, name=name))
 
     def fingerprint(self) -> str:
         """The sha256 of the list of sums of weights, config and tokenizer files."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 from ostinato.models.rope import Rope
 from ostinato.models.shape import (
@@ -246,10 +246,12 @@ AnyLayer: TypeAlias = Layer | PostNormLayer
 
 @dataclass(frozen=True, slots=True)
 class RankingHead(Block):
-    """From a pooled row to scores: tanh(dense(x)), then out; a file may lack either."""
+    """From a pooled row to scores: an activation function of dense(x), its norm, then out; a file may lack any."""
 
     dense: Linear | None
     out: Linear | None
+    activation: Literal["tanh", "gelu"] = "tanh"
+    norm: Norm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +268,7 @@ class ModelBlocks(Block):
     type_embedding: Leaf | None = None  # [types, hidden]: which of two texts a token is of
     embedding_norm: Norm | None = None
     ranking: RankingHead | None = None
+    projections: tuple[Linear, ...] = ()  # of a pooled row, one after the other
     spare: frozenset[str] = frozenset()  # tensors that a file may have besides: read elsewhere, or of no use here
     frequencies: Mapping[Rope, Leaf] = field(default_factory=dict)  # [rope sets, width / 2], once a backend has them
 

@@ -6,6 +6,7 @@ once. Nothing is read: blocks are made over references (`tensors.py`).
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Literal, Protocol, TypeAlias
 
 from ostinato.errors import InternalError
@@ -362,7 +363,15 @@ class Builder:
         width = hidden if has_out else n_classes
         dense = self.linear("cls", width, hidden, bias=has("cls.bias")) if has_dense else None
         out = self.linear("cls.output", n_classes, hidden, bias=has("cls.output.bias")) if has_out else None
-        return RankingHead(dense, out)
+        norm = self.norm("cls.norm", bias=has("cls.norm.bias") or "zero") if has("cls.norm.weight") else None
+        return RankingHead(dense, out, "gelu" if has("cls.norm.weight") else "tanh", norm)
+
+    def projections(self) -> tuple[Linear, ...]:
+        """What a pooled row goes through, `dense_2` and `dense_3` as the second and third module of a folder."""
+        widths, made = (self.shape.hidden, *self.shape.projections), []
+        for number, (width, out) in enumerate(pairwise(widths), 2):
+            made.append(self.linear(f"dense_{number}", out, width, bias=self.names.has(f"dense_{number}.bias")))
+        return tuple(made)
 
     def model(
         self, layers: Sequence[AnyLayer], *, norm_bias: NormBias = False, learned_positions: bool = False
@@ -383,19 +392,27 @@ class Builder:
     def positions(self) -> StackedTensors:
         return self.tensor("position_embd.weight", self.shape.context, self.shape.hidden)
 
-    def encoder(self, layers: Sequence[AnyLayer], *, learned_positions: bool = False) -> ModelBlocks:
-        """An encoder: embeddings of token, text and place, their norm, the layers; a head where it is made to rank."""
+    def encoder(
+        self,
+        layers: Sequence[AnyLayer],
+        *,
+        learned_positions: bool = False,
+        first_norm: NormBias | None = True,
+        last_norm: NormBias | None = None,
+    ) -> ModelBlocks:
+        """An encoder: embeddings of token, text and place, their norm, the layers, a last norm; a head where it is made
+        to rank."""
         s, types = self.shape, "token_types.weight"
         return ModelBlocks(
             s,
             Matrices(("token_embd.weight",), ((s.vocab, s.hidden),)),
             self.positions() if learned_positions else None,
             layers,
-            norm=None,
+            norm=None if last_norm is None else self.norm("output_norm", bias=last_norm),
             head=None,
             type_embedding=self.tensor(types, self.names.rows(types), s.hidden) if self.names.has(types) else None,
-            embedding_norm=self.norm("token_embd_norm", bias=True),
+            embedding_norm=None if first_norm is None else self.norm("token_embd_norm", bias=first_norm),
             ranking=None if s.n_classes is None else self.ranking(s.n_classes),
             # A folder's pooler, without a head: trained for the next sentence, no part of a row.
-            spare=frozenset({"cls.weight", "cls.bias"}) if s.n_classes is None else frozenset(),
+            spare=frozenset({"cls.weight", "cls.bias", "cls.norm.weight"}) if s.n_classes is None else frozenset(),
         )

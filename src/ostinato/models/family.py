@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ostinato.models.blocks import AnyLayer, ModelBlocks
@@ -28,6 +28,8 @@ COMMON_NAMES: Mapping[str, str] = {
     "model.layers.*.mlp.up_proj": "blk.*.ffn_up",
     "model.layers.*.mlp.down_proj": "blk.*.ffn_down",
 }
+# Modules of sentence-transformers behind the pooling, which lie in folders of their own.
+PROJECTIONS: Mapping[str, str] = {f"{number}_Dense.linear": f"dense_{number}" for number in (2, 3)}
 # Parts of a checkpoint that are recognised, left out of memory and said, by what they are for.
 LEFT_OUT: Mapping[str, re.Pattern[str]] = {
     "pictures": re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|embed_vision)\..*"),
@@ -67,4 +69,5 @@ class Family:
     def blocks(self, shape: Shape, names: Names) -> ModelBlocks:
         """The blocks of a model over references to tensors of these names."""
         b = Builder(shape, names)
-        return self.model(b, [self.layer(b, i) for i in range(shape.n_layers)])
+        model = self.model(b, [self.layer(b, i) for i in range(shape.n_layers)])
+        return replace(model, projections=b.projections()) if shape.projections else model

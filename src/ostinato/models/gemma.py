@@ -7,10 +7,12 @@ it is.
 from dataclasses import replace
 from functools import partial
 
+from ostinato.errors import Unsupported
 from ostinato.models import rope as ropes
 from ostinato.models.builder import Builder
 from ostinato.models.family import COMMON_NAMES, Family
 from ostinato.models.fields import Description
+from ostinato.models.pooling import pooling_of_folder, pooling_of_gguf
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Shape, common_from_config, common_from_gguf, layer_types
 from ostinato.models.tensors import PLUS_ONE
@@ -98,6 +100,23 @@ def gemma3_from_config(c: Description) -> Shape:
     return two_ropes(shape, whole, local)
 
 
+def embedding_from_gguf(f: Description) -> Shape:
+    return seeing_both_sides(gemma3_from_gguf(f), pooling_of_gguf(f, ranks=False), normalise=True)
+
+
+def embedding_from_config(c: Description) -> Shape:
+    if not c.flag("use_bidirectional_attention", False):
+        raise Unsupported(f"{c.path}: a Gemma3TextModel whose rows do not see what follows is not supported")
+    return seeing_both_sides(gemma3_from_config(c), *pooling_of_folder(c.path))
+
+
+def seeing_both_sides(shape: Shape, pooling: str, normalise: bool) -> Shape:
+    """An encoder with gemma's layers; half of a window is to either side."""
+    windows = tuple(None if a.window is None else a.window // 2 + 1 for a in shape.attention.values())
+    made = replace(shape, causal=False, pooling=pooling, normalise=normalise, tied_head=False, logit_softcap=None)
+    return made.with_attention(window=windows)
+
+
 NAMES = {
     **COMMON_NAMES,
     "model.layers.*.post_attention_layernorm": "blk.*.post_attention_norm",
@@ -147,4 +166,16 @@ GEMMA3 = Family(
     shape_from_config=gemma3_from_config,
     names=NAMES,
     config_transforms=NORMS,
+)
+
+# embeddinggemma: gemma3's blocks, whose rows see both what precedes and what follows; products behind the pooling.
+GEMMA_EMBEDDING = Family(
+    "gemma-embedding",
+    partial(Builder.layer, qk_norm=True, sandwich=True),
+    hf=("Gemma3TextModel",),
+    shape_from_gguf=embedding_from_gguf,
+    shape_from_config=embedding_from_config,
+    names=NAMES,
+    config_transforms=NORMS,
+    model=partial(Builder.encoder, first_norm=None, last_norm=False),
 )

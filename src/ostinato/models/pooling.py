@@ -37,8 +37,11 @@ def pooling_of_folder(folder: Path) -> tuple[str, bool]:
     """How a sentence-transformers folder makes one vector of a text, and whether that has length 1."""
     modules = json_beside(folder / "modules.json")
     kinds = [str(m.get("type", "")).rpartition(".")[2] for m in modules] if isinstance(modules, list) else []
-    if unknown := sorted(set(kinds) - {"Transformer", "Pooling", "Normalize"}):
+    if unknown := sorted(set(kinds) - {"Transformer", "Pooling", "Normalize", "Dense"}):
         raise Unsupported(f"{folder}: after the model come {', '.join(unknown)} modules, which are not supported")
+    for number, kind in enumerate(kinds):
+        if kind == "Dense":
+            _check_dense(folder / f"{number}_Dense")
     normalise = "Normalize" in kinds or not kinds
     stated = json_beside(folder / "1_Pooling" / "config.json")
     if not isinstance(stated, dict):
@@ -51,6 +54,23 @@ def pooling_of_folder(folder: Path) -> tuple[str, bool]:
     if len(chosen) != 1 or chosen[0] not in FOLDER_POOLING.values():
         raise Unsupported(f"{folder}: pooling by {chosen or 'nothing'} is not supported; known: cls, last, mean")
     return chosen[0], normalise
+
+
+def _check_dense(folder: Path) -> None:
+    """A product alone is known: what transforms its result is refused."""
+    if not (folder / "model.safetensors").exists():
+        raise BadFile(f"{folder} has no model.safetensors; the model's folder is incomplete")
+    stated, path = json_beside(folder / "config.json"), folder / "config.json"
+    function = stated.get("activation_function", "Identity") if isinstance(stated, dict) else "Identity"
+    if str(function).rpartition(".")[2] != "Identity":
+        raise Unsupported(f"{path}: the activation function {function} of a Dense module is not supported")
+
+
+def projections_of(c: Description) -> tuple[int, ...]:
+    """The widths of the products behind the pooling, which neither format states but by its tensors."""
+    names = ("dense_{}.weight", "{}_Dense.linear.weight")
+    found = [next((c.tensors[n.format(i)] for n in names if n.format(i) in c.tensors), None) for i in (2, 3)]
+    return tuple(info.shape[0] for info in found if info is not None)
 
 
 def json_beside(path: Path) -> Any:

@@ -1,7 +1,7 @@
 """The table of families, and the way from a checkpoint to its blocks. A new family is one file and one line here."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -18,9 +18,9 @@ from ostinato.models.ernie4_5 import ERNIE4_5
 from ostinato.models.ernie4_5_moe import ERNIE4_5_MOE
 from ostinato.models.exaone4 import EXAONE4
 from ostinato.models.falcon_h1 import FALCON_H1
-from ostinato.models.family import FURTHER_TOKENS, LEFT_OUT, Family
+from ostinato.models.family import FURTHER_TOKENS, LEFT_OUT, PROJECTIONS, Family
 from ostinato.models.fields import Description, n_further_layers, text_config
-from ostinato.models.gemma import GEMMA, GEMMA2, GEMMA3
+from ostinato.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING
 from ostinato.models.glm4 import GLM4
 from ostinato.models.glm4_moe import GLM4_MOE
 from ostinato.models.gpt2 import GPT2
@@ -34,12 +34,13 @@ from ostinato.models.llama import LLAMA
 from ostinato.models.mamba import MAMBA, MAMBA2
 from ostinato.models.mistral3 import MISTRAL3
 from ostinato.models.mixtral import MIXTRAL
+from ostinato.models.modern_bert import MODERN_BERT
 from ostinato.models.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from ostinato.models.olmo2 import OLMO2, OLMO3
 from ostinato.models.olmoe import OLMOE
 from ostinato.models.phi2 import PHI2
 from ostinato.models.phi3 import PHI3
-from ostinato.models.pooling import pooling_of_decoder
+from ostinato.models.pooling import pooling_of_decoder, projections_of
 from ostinato.models.qwen2 import QWEN2
 from ostinato.models.qwen2_moe import QWEN2_MOE
 from ostinato.models.qwen3 import QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
@@ -53,6 +54,7 @@ from ostinato.models.tensors import TensorTable, spelled, stem_of, translate
 
 FAMILIES: Final = (
     LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, PHI3, GPT2, MIXTRAL, MAMBA, MAMBA2, FALCON_H1, BERT,
+    MODERN_BERT, GEMMA_EMBEDDING,
     NOMIC_BERT, XLM_ROBERTA, SMOLLM3, GRANITE, QWEN3_VL, QWEN2_MOE, OLMO2, OLMO3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5,
     HUNYUAN_DENSE, ARCEE, STARCODER2, STABLELM, PHI2, GPTNEOX, COMMAND_R, COHERE2, QWEN3_VL_MOE, GLM4_MOE,
     ERNIE4_5_MOE, GRANITE_MOE, OLMOE, MISTRAL3, GPT_OSS, LFM2, QWEN35, NEMOTRON_H, GRANITE_HYBRID, LFM2_MOE,
@@ -112,31 +114,32 @@ def read_shape(checkpoint: Checkpoint) -> Shape:
     if shape.causal and shape.pooling is None:
         pooling, normalise = pooling_of_decoder(stated)
         shape = replace(shape, pooling=pooling, normalise=normalise)
-        if pooling is not None and "output.weight" not in tensors_by_our_names(checkpoint, family):
+        if pooling is not None and "output.weight" not in tensors_by_our_names(
+            family, checkpoint.format, stated.tensors
+        ):
             shape = replace(shape, tied_head=True)  # a folder for embeddings need not have a head for words
-    return checked(shape, stated)
+    return checked(replace(shape, projections=projections_of(stated)), stated)
 
 
 def table_of(checkpoint: Checkpoint) -> TensorTable:
     """Where each tensor of a checkpoint is, by our names; what its family passes over is left out."""
     family = family_of(checkpoint)
     aside = {name for names in _left_out(checkpoint).values() for name in names}
+    names = tensors_by_our_names(family, checkpoint.format, [name for name in checkpoint.tensors if name not in aside])
     if checkpoint.format == "gguf":
-        kept = [name for name in checkpoint.tensors if name not in aside]
         transforms = {**family.gguf_transforms, **family.gguf_shape_transforms(read_shape(checkpoint))}
-        return TensorTable(checkpoint, translate(kept, family.gguf_names), transforms)
-    alone = {_alone(name): name for name in checkpoint.tensors if name not in aside}
-    names = {ours: alone[name] for ours, name in translate(alone, family.names, family.ignored).items()}
+        return TensorTable(checkpoint, names, transforms)
     transforms = {**family.config_transforms, **family.shape_transforms(read_shape(checkpoint))}
-    return TensorTable(checkpoint, names, transforms, partial(spelled, family.names))
+    return TensorTable(checkpoint, names, transforms, partial(spelled, {**family.names, **PROJECTIONS}))
 
 
-def tensors_by_our_names(checkpoint: Checkpoint, family: Family) -> dict[str, str]:
+def tensors_by_our_names(family: Family, format: str, tensors: Iterable[str]) -> dict[str, str]:
     """The file's names of its tensors by ours."""
-    if checkpoint.format == "gguf":
-        return translate(checkpoint.tensors, family.gguf_names)
-    alone = {_alone(name): name for name in checkpoint.tensors}
-    return {ours: alone[name] for ours, name in translate(alone, family.names, family.ignored).items()}
+    if format == "gguf":
+        return translate(tensors, family.gguf_names)
+    alone = {_alone(name): name for name in tensors}
+    table = {**family.names, **PROJECTIONS}
+    return {ours: alone[name] for ours, name in translate(alone, table, family.ignored).items()}
 
 
 def why_left_out(checkpoint: Checkpoint) -> str | None:

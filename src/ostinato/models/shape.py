@@ -192,7 +192,8 @@ class AttentionShape:
     value_width: int
     query_scale: float
     rope: Rope | None = None  # None: no rotary positions
-    window: int | None = None  # positions that it sees, the query's own included; None: everything before it
+    # Positions that it sees, the query's own included, in an encoder so many to each side; None: everything before it.
+    window: int | None = None
     softcap: float | None = None
     qk_norm: QKNorm = "heads"  # where there are such norms
     temperature: QueryTemperature | None = None
@@ -273,6 +274,7 @@ class Shape:
         None  # the model's own way to one vector: mean, cls, last, rank, none; None: no way of its own
     )
     rank_by: str = "cls"  # which row a ranking head takes
+    projections: tuple[int, ...] = ()  # widths of the products that a pooled vector goes through
     normalise: bool = False  # its vectors have length 1
     n_classes: int | None = None  # a ranking head's outputs
     multipliers: Multipliers = Multipliers()
@@ -281,6 +283,11 @@ class Shape:
     @property
     def n_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def vector_width(self) -> int:
+        """Of a text's vector."""
+        return self.projections[-1] if self.projections else self.hidden
 
     @property
     def attention(self) -> dict[int, AttentionShape]:

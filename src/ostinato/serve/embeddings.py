@@ -49,8 +49,8 @@ async def vectors_of(
     llm, limits = service.llm(model), service.limits
     if len(inputs) > limits.inputs:
         raise Refusal(400, f"{len(inputs)} texts were given; at most {limits.inputs} can be at once", param="input")
-    if dimensions is not None and dimensions > llm.shape.hidden:
-        message = f"dimensions is {dimensions}; this model's vectors have {llm.shape.hidden}"
+    if dimensions is not None and dimensions > llm.shape.vector_width:
+        message = f"dimensions is {dimensions}; this model's vectors have {llm.shape.vector_width}"
         raise Refusal(400, message, param="dimensions")
 
     try:

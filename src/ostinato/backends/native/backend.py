@@ -127,6 +127,11 @@ class NativeRunner(Runner):
         assert self.model.ranking is not None
         return ranked(self.model.ranking, pooled)
 
+    def projected(self, pooled: Floats) -> Floats:
+        from ostinato.backends.native.ranking import projected
+
+        return projected(self.model.projections, pooled)
+
     def _wake_event(self) -> FileWakeEvent:
         return FileWakeEvent()
 

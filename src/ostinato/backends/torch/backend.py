@@ -123,11 +123,14 @@ class TensorRunner(Runner):
         return tensor_tables(layout, self.model.device)
 
     def ranked(self, pooled: Floats) -> Floats:
-        import torch
+        from ostinato.backends.torch.model import through_head
 
-        with torch.inference_mode():
-            scores: Floats = self.model.rank(torch.from_numpy(pooled)[None].to(self.model.device))[0].cpu().numpy()
-        return scores
+        return through_head(self.model.rank, pooled)
+
+    def projected(self, pooled: Floats) -> Floats:
+        from ostinato.backends.torch.model import through_head
+
+        return through_head(self.model.project, pooled)
 
     def sequence_copy(self) -> SequenceCopy:
         from ostinato.backends.torch.sequence_copy import TorchSequenceCopy

@@ -106,7 +106,11 @@ def _through_experts(ops: Ops, mlp: Experts, x: Tensor) -> Tensor:
 
 
 def ranked(ops: Ops, head: RankingHead, pooled: Tensor) -> Tensor:
-    inside = pooled if head.dense is None else torch.tanh(through_linear(ops, head.dense, pooled))
+    inside = pooled
+    if head.dense is not None:
+        inside = through_linear(ops, head.dense, pooled)
+        inside = torch.tanh(inside) if head.activation == "tanh" else ops.activate(inside, head.activation)
+    inside = inside if head.norm is None else normed(ops, head.norm, inside)
     return inside if head.out is None else through_linear(ops, head.out, inside)
 
 

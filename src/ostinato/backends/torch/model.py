@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from ostinato.backends.torch.ops.rope import cos_sin, query_factor
 from ostinato.backends.torch.table import TWINS, Ops
 from ostinato.backends.torch.weight import rows_of
 from ostinato.errors import Unsupported
+from ostinato.files.unpack import Floats
 from ostinato.models.blocks import AnyLayer, LoadedModel, ModelBlocks, with_leaves
 
 
@@ -99,8 +101,22 @@ class Model(LoadedModel):
         cap = self.shape.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
+    def project(self, pooled: Tensor) -> Tensor:
+        """Pooled rows [rows, hidden] to float32 vectors [rows, vector_width]."""
+        pooled = pooled.to(self.device)
+        for linear in self.projections:
+            pooled = through_linear(self.ops, linear, pooled.to(self.dtype))
+        return pooled.float()
+
     def rank(self, pooled: Tensor) -> Tensor:
         """Pooled rows [rows, hidden] to float32 scores [rows, n_classes]."""
         if self.ranking is None:
             raise Unsupported(f"this {self.shape.family} model has no head to rank with")
-        return ranked(self.ops, self.ranking, pooled.to(self.dtype)).float()
+        return ranked(self.ops, self.ranking, pooled.to(self.device, self.dtype)).float()
+
+
+def through_head(head: Callable[[Tensor], Tensor], pooled: Floats) -> Floats:
+    """One pooled row [hidden], on the host, through what is behind the pooling; the result on the host again."""
+    with torch.inference_mode():
+        found: Floats = head(torch.from_numpy(pooled)[None])[0].cpu().numpy()
+    return found

@@ -36,18 +36,21 @@ class MemoryParts:
         """The memory that the forward of the cursor's current, applied ubatch reads and writes."""
         ubatch, device = cursor.ubatch, model.device
         if not model.shape.causal:
-            return ForwardMemory(model.ops, 1, [EncoderPart.of(ubatch, device)], [0] * model.shape.n_layers)
+            windows = {layer: one.window for layer, one in model.shape.attention.items()}
+            kinds = list(dict.fromkeys(windows.values()))
+            parts = [EncoderPart.of(ubatch, device, window) for window in kinds]
+            return ForwardMemory(model.ops, 1, parts, [kinds.index(windows[n]) for n in range(model.shape.n_layers)])
         caches = [part for part in (self.full, self.windowed) if part is not None]
-        parts = [
+        kept = [
             KVPart.of(cache, store, ubatch, slot, device=device)
             for cache, store in caches
             if (slot := cursor.place(cache)) is not None
         ]
-        part_of = [_part_with(layer, parts) for layer in range(model.shape.n_layers)]
+        part_of = [_part_with(layer, kept) for layer in range(model.shape.n_layers)]
         if self.recurrent is None:
-            return ForwardMemory(model.ops, ubatch.n_seqs, parts, part_of)
+            return ForwardMemory(model.ops, ubatch.n_seqs, kept, part_of)
         memory, states = self.recurrent
-        return ForwardMemory(model.ops, ubatch.n_seqs, parts, part_of, states, cursor.place(memory))
+        return ForwardMemory(model.ops, ubatch.n_seqs, kept, part_of, states, cursor.place(memory))
 
 
 def _part_with(layer: int, parts: list[KVPart]) -> int:

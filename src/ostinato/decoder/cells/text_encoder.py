@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from ostinato.backends.torch.model import Model
+from ostinato.backends.torch.model import Model, through_head
 from ostinato.cache.sequences import MAX_SEQ
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.decoder import Decoder
@@ -59,6 +59,8 @@ class TextEncoder:
                 decoder = self._decoder(pooling, longest)
                 decoder.decode(Batch(token=ids, seq_id=owners, segment=kinds))
                 found = [self._vector(decoder, number) for number in range(len(own))]
+                if self._model.projections and pooling != "rank":
+                    found = [through_head(self._model.project, vector) for vector in found]
             yield from found
 
     def pairs(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Floats:

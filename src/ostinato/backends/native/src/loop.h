@@ -610,11 +610,13 @@ struct ForwardPass {
         return layer.window > 0 && position + 1 > layer.window ? position + 1 - layer.window : 0;
     }
 
-    // The end of what a row of a chunk sees: itself, or in an encoder the last row of its text.
-    int visible_end(int row) const {
-        if (plan.causal) return position_of(row) + 1;
+    // The end of what a row of a chunk sees: itself, or in an encoder the last row of its text or of its window.
+    int visible_end(const Layer& layer, int row) const {
+        const int position = position_of(row);
+        if (plan.causal) return position + 1;
         const Part& part = parts[part_of[row]];
-        return part.start + part.n_rows;
+        const int end = part.start + part.n_rows;
+        return layer.window > 0 ? std::min(end, position + layer.window) : end;
     }
 
     attention::Past past_of(const Layer& layer, int row, int kv) const {
@@ -814,7 +816,7 @@ struct ForwardPass {
                 const int row = begin + (done + i) / of.group, head = past.kv * of.group + (done + i) % of.group;
                 float* q = mine.queries + size_t(i) * of.width;
                 query_of(layer, row, head, q);
-                queries[i] = {q, first_visible(layer, position_of(row)), visible_end(row), layer.sink_of(head)};
+                queries[i] = {q, first_visible(layer, position_of(row)), visible_end(layer, row), layer.sink_of(head)};
                 to[i] = attended + size_t(row) * attended_stride + size_t(head) * of.width;
             }
             attention::attend(past, queries, n, to, mine.partial, next);

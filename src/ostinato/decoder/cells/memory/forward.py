@@ -87,15 +87,19 @@ def in_order(cells: Cells, chosen: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class EncoderPart:
-    """For encoders, which keep nothing: every row sees the rows of this forward that share its sequence."""
+    """For encoders, which keep nothing: every row sees the rows of this forward that share its sequence, as far as a
+    window to both sides reaches."""
 
     mask: Tensor | None  # [rows, rows]
 
     @staticmethod
-    def of(ubatch: Ubatch, device: torch.device) -> EncoderPart:
+    def of(ubatch: Ubatch, device: torch.device, window: int | None = None) -> EncoderPart:
         member = np.zeros((MAX_SEQ, ubatch.n_tokens), np.bool_)
         member[ubatch.seq_id, np.repeat(np.arange(ubatch.n_tokens), ubatch.n_seq_id)] = True
         seen = member[ubatch.primary]
+        if window is not None:
+            positions = ubatch.first_pos
+            seen &= np.abs(positions[:, None] - positions) < window
         return EncoderPart(None if seen.all() else torch.from_numpy(seen).to(device))
 
     def attend(self, ops: Ops, block: AnyAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
