@@ -47,8 +47,9 @@ FAMILIES = (
     "granite", "qwen2moe", "latent experts", "olmo2", "hunyuan-dense", "gptneox", "cohere2", "mistral3", "uneven",
     "gpt-oss",
 )  # fmt: skip
-RECURRENT = ("mamba", "falcon-mamba", "mamba2", "mamba2-limits", "falcon-h1", "falcon-h1-norm")
-WITHOUT_KERNELS = ("lfm2", "qwen35", "qwen35-tiled")  # recurrent ones that a GPU runs by torch's own step
+RECURRENT = (
+    "mamba", "falcon-mamba", "mamba2", "mamba2-limits", "falcon-h1", "falcon-h1-norm", "lfm2", "qwen35", "qwen35-tiled",
+)  # fmt: skip
 HIDDEN, N_LAYERS, VOCAB, CONTEXT = 96, 2, 131, 256
 BORDER = 20  # positions of the longest sequence that the short factors of phi3-long rotate
 

@@ -36,7 +36,7 @@ from ostinato.errors import HardwareCannot, InternalError
 from ostinato.loop.layout import Finish, Word
 from ostinato.models.rope import Rope
 from ostinato.options import KVType, Sampling
-from tests.backends.families import FAMILIES, RECURRENT, WITHOUT_KERNELS, family_model
+from tests.backends.families import FAMILIES, RECURRENT, family_model
 from tests.backends.native.tiled import dense, packed_blocks, plain_tiles, tiled
 from tests.counts import soak
 from tests.engine.rig import DEADLINE_S, Driver, held, open_loop
@@ -97,7 +97,7 @@ def compare(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> No
 # The same logits
 
 
-@pytest.mark.parametrize("family", FAMILIES + RECURRENT + WITHOUT_KERNELS)
+@pytest.mark.parametrize("family", FAMILIES + RECURRENT)
 def test_every_family_has_the_logits_of_dense_weights_for_64_steps(family: str) -> None:
     model = family_model(family)
     with closing(opened(tiled(model))) as driver:

@@ -27,7 +27,7 @@ from ostinato.backends.torch.backend import TensorRunner, loaded_with, model_of,
 from ostinato.errors import Unsupported
 from ostinato.extras import install_command
 from ostinato.models.header import HeaderTensors
-from ostinato.models.shape import Mamba2Shape, MambaShape, Shape
+from ostinato.models.shape import DeltaShape, Mamba2Shape, MambaShape, Shape, ShortConvShape
 from ostinato.options import Activations, KVType, LoadOptions
 
 if TYPE_CHECKING:
@@ -42,7 +42,12 @@ if TYPE_CHECKING:
     from ostinato.models.blocks import ModelBlocks
     from ostinato.models.tensors import TensorTable
 
-MIXERS: Final = (MambaShape, Mamba2Shape)  # recurrent blocks that have kernels (`mixers.py`)
+MIXERS: Final = (
+    MambaShape,
+    Mamba2Shape,
+    ShortConvShape,
+    DeltaShape,
+)  # recurrent blocks that have kernels (`mixers.py`)
 WHILE_NODES_SINCE: Final = 12_040  # the driver's number for CUDA 12.4
 WHY_NO_LOOP: Final = "its torch ops allocate inside the step, which only a graph that torch captures itself can own"
 # Rows of every state beyond the slots', for rows without a live slot: one of zeros, which they read and no row writes,
@@ -220,8 +225,6 @@ def why_not_blocks(shape: Shape) -> str | None:
             return "multi-head latent attention"
         if one.sinks and not fused:
             return "attention sinks beside recurrent layers that have no kernels"
-        if one.gated and fused:
-            return "gates on the output of attention"
         if one.head_width % 16:
             return f"heads of width {one.head_width}; the kernels need a multiple of 16"
         if one.value_width != one.head_width:

@@ -262,6 +262,7 @@ class FusedChunks:
             ),
             kernels.append_chunk(qkv, q, kv, chunk, heads),
             kernels.attend_chunk(q, attended, kv, chunk, heads),
+            *([kernels.gate_heads(qkv, attended, heads, chunk.n)] if heads.gated else []),
             *self._into_residual(attended, attention.out, after, rows),
         ]
 

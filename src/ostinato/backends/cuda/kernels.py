@@ -15,8 +15,10 @@ def triton_kernels(chip: Chip) -> Kernels:
     from ostinato.backends.cuda.triton.add_norm import bind_add_norm
     from ostinato.backends.cuda.triton.attend import attend_workspace, bind_attend
     from ostinato.backends.cuda.triton.chunk_attention import bind_append_chunk, bind_chunk_attention
+    from ostinato.backends.cuda.triton.delta import bind_delta_runs, bind_short_conv_runs
     from ostinato.backends.cuda.triton.embed import bind_embed
     from ostinato.backends.cuda.triton.experts import bind_experts_down, bind_experts_gate_up, bind_route
+    from ostinato.backends.cuda.triton.gate_heads import bind_gate_heads
     from ostinato.backends.cuda.triton.gemm import bind_gemm
     from ostinato.backends.cuda.triton.logprobs import bind_logprobs
     from ostinato.backends.cuda.triton.matmul import bind_matmul
@@ -49,4 +51,7 @@ def triton_kernels(chip: Chip) -> Kernels:
         selected_runs=bind_selected_runs,
         selective_runs=bind_selective_runs,
         gate_runs=bind_gate_runs,
+        delta_runs=bind_delta_runs,
+        short_conv_runs=bind_short_conv_runs,
+        gate_heads=bind_gate_heads,
     )

@@ -17,9 +17,8 @@ from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.kernels import Kernels, Launch
 from ostinato.backends.torch.ops.runs import Runs
 from ostinato.backends.torch.paged import PagedMemory
-from ostinato.errors import InternalError
-from ostinato.models.blocks import Linear, Mamba2Mixer, MambaMixer, Mixer
-from ostinato.models.shape import Mamba2Shape, MambaShape, RecurrentShape
+from ostinato.models.blocks import DeltaMixer, Linear, Mamba2Mixer, MambaMixer, Mixer, ShortConvMixer
+from ostinato.models.shape import DeltaShape, Mamba2Shape, MambaShape, RecurrentShape, ShortConvShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,12 @@ class MixerBuffers:
                 case Mamba2Shape():
                     own = {"into": shape.inner + shape.conv_width + shape.n_heads, "convolved": shape.conv_width}
                     own |= {"scanned": shape.inner, "gated": shape.inner}
-                case _:
-                    own = {}
+                case ShortConvShape():
+                    own = {"into": 3 * shape.width, "gated": shape.width}
+                case DeltaShape():
+                    channels = sum(shape.conv_parts)
+                    own = {"into": channels + shape.inner + 2 * shape.n_heads, "convolved": channels}
+                    own |= {"scanned": shape.inner, "gated": shape.inner}
             widths |= {name: max(widths[name], width) for name, width in own.items()}
 
         def made(name: str) -> Tensor:
@@ -123,7 +126,10 @@ def stages_of(
             return _mamba(mixer, buffers, states, runs, kernels)
         case Mamba2Mixer():
             return _mamba2(mixer, buffers, states, runs, kernels)
-    raise InternalError(f"a GPU's kernels were given a {type(mixer).__name__} and do not know it")
+        case ShortConvMixer():
+            return _short_conv(mixer, buffers, states, runs, kernels)
+        case DeltaMixer():
+            return _delta_net(mixer, buffers, states, runs, kernels)
 
 
 def _mamba(mixer: MambaMixer, b: MixerBuffers, states: Sequence[Tensor], runs: Runs, kernels: Kernels) -> MixerStages:
@@ -169,6 +175,39 @@ def _mamba2(mixer: Mamba2Mixer, b: MixerBuffers, states: Sequence[Tensor], runs:
         (
             KernelStage("conv", conv, (into,), (convolved,), mixer.conv, states=True),
             KernelStage("scan", scan, (into, convolved), (scanned,), mixer.decay, states=True),
+            KernelStage("gate", opened, (into, scanned), (gated,), mixer.norm),
+        ),
+        gated,
+    )
+
+
+def _short_conv(
+    mixer: ShortConvMixer, b: MixerBuffers, states: Sequence[Tensor], runs: Runs, kernels: Kernels
+) -> MixerStages:
+    width, (inputs,) = mixer.shape.width, states
+    into, gated = columns(b.into, 3 * width), columns(b.gated, width)
+    conv = kernels.short_conv_runs(into, gated, inputs, mixer.conv.weight, mixer.conv.bias, runs)
+    return MixerStages(into, (KernelStage("conv", conv, (into,), (gated,), mixer.conv, states=True),), gated)
+
+
+def _delta_net(
+    mixer: DeltaMixer, b: MixerBuffers, states: Sequence[Tensor], runs: Runs, kernels: Kernels
+) -> MixerStages:
+    s, (inputs, carried) = mixer.shape, states
+    channels = sum(s.conv_parts)
+    into = columns(b.into, channels + s.inner + 2 * s.n_heads)
+    convolved, scanned, gated = (
+        columns(buffer, width) for buffer, width in ((b.convolved, channels), (b.scanned, s.inner), (b.gated, s.inner))
+    )
+    u, gate, beta_alpha = torch.split(into, [channels, s.inner, 2 * s.n_heads], 1)
+    conv = kernels.conv_runs(u, convolved, inputs, mixer.conv.weight, mixer.conv.bias, runs)
+    rule = kernels.delta_runs(convolved, beta_alpha, scanned, carried, mixer.decay, s, runs)
+    opened = kernels.gate_runs(scanned, gate, gated, mixer.norm.weight[None], mixer.norm.eps, True, runs)
+    return MixerStages(
+        into,
+        (
+            KernelStage("conv", conv, (into,), (convolved,), mixer.conv, states=True),
+            KernelStage("delta", rule, (into, convolved), (scanned,), mixer.decay, states=True),
             KernelStage("gate", opened, (into, scanned), (gated,), mixer.norm),
         ),
         gated,

@@ -288,6 +288,9 @@ class FusedPlan:
         run = self._kernels.attend(qkv, attended, kv, rows, self._heads[number], self._workspace)
         scratch = tuple(name for name in self._buffers if name.startswith("attend.workspace"))
         self._add(name, "attend", run, ("qkv", *names, *scratch), ("attended", *names, *scratch))
+        if attention.shape.gated:
+            opened = self._kernels.gate_heads(qkv, attended, self._heads[number], self._n_rows)
+            self._add(f"{name}.gate", "attend", opened, ("qkv", "attended"), ("attended",))
 
     def _mlp(self, number: int, layer: Layer, following: Norm | None) -> None:
         mlp, at = layer.mlp, f"layer.{number}"
@@ -509,6 +512,7 @@ def heads_of(model: Model, attention: Attention) -> Heads:
         q_norm=None if q_norm is None else q_norm.weight,
         k_norm=None if k_norm is None else k_norm.weight,
         norm_eps=model.shape.norm_eps if q_norm is None else q_norm.eps,
+        gated=s.gated,
         norm_last=s.qk_norm == "after_rope",
         temperature=None if s.temperature is None else (s.temperature.scale, s.temperature.span),
         sinks=attention.sinks,

@@ -13,7 +13,7 @@ from typing import Any
 
 from ostinato.backends.torch.ops.activation import activate_rows_torch, gated_rows_torch
 from ostinato.backends.torch.ops.add_norm import add_norm_torch
-from ostinato.backends.torch.ops.attend import attend_torch
+from ostinato.backends.torch.ops.attend import attend_torch, gate_heads_torch
 from ostinato.backends.torch.ops.chunk_attention import append_chunk_torch, chunk_attention_torch
 from ostinato.backends.torch.ops.embed import embed_torch
 from ostinato.backends.torch.ops.gemm import gemm_torch
@@ -22,9 +22,11 @@ from ostinato.backends.torch.ops.matmul import experts_down_torch, experts_gate_
 from ostinato.backends.torch.ops.norm import norm_rows_torch
 from ostinato.backends.torch.ops.runs import (
     conv_runs_torch,
+    delta_runs_torch,
     gate_runs_torch,
     selected_runs_torch,
     selective_runs_torch,
+    short_conv_runs_torch,
     ssd_runs_torch,
 )
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
@@ -67,6 +69,9 @@ class Kernels:
     selected_runs: Bind
     selective_runs: Bind
     gate_runs: Bind
+    delta_runs: Bind
+    short_conv_runs: Bind
+    gate_heads: Bind
 
 
 def twin_kernels() -> Kernels:
@@ -101,4 +106,7 @@ def twin_kernels() -> Kernels:
         selected_runs=partial(partial, selected_runs_torch),
         selective_runs=partial(partial, selective_runs_torch),
         gate_runs=partial(partial, gate_runs_torch),
+        delta_runs=partial(partial, delta_runs_torch),
+        short_conv_runs=partial(partial, short_conv_runs_torch),
+        gate_heads=partial(partial, gate_heads_torch),
     )

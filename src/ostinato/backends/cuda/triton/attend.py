@@ -57,6 +57,7 @@ class LayerSizes:
     heads: int
     kv_heads: int
     width: int
+    query_step: int  # from one query to the next: twice as wide where a gate stands behind it
     d: int  # as wide or wider, a power of two
     n_rotary: int
     n_rope_sets: int  # with more than one, a row says which it has
@@ -202,6 +203,7 @@ def layer_arguments(kv: PagedKV, heads: Heads, stand_in: Tensor) -> dict[str, An
             heads=heads.n_heads,
             kv_heads=heads.n_kv_heads,
             width=width,
+            query_step=heads.query_step,
             d=padded_width(width),
             n_rotary=0 if heads.frequencies is None else 2 * heads.frequencies.shape[1],
             n_rope_sets=1 if heads.frequencies is None else heads.frequencies.shape[0],
@@ -242,14 +244,14 @@ def attend_kernel(qkv, attended, kv, rows, turn, space, scale, softcap, sinks, S
         page = page_at(its_pages, begin, end, S, BLOCK)
 
         d = tl.arange(0, D)
-        line = qkv + row * ((S.heads + 2 * S.kv_heads) * S.width)
+        line = qkv + row * (S.heads * S.query_step + 2 * S.kv_heads * S.width)
         frequencies = turn.frequencies
         if S.n_rope_sets > 1:
             frequencies += tl.load(rows.rope_set + slot) * (S.n_rotary // 2)
         cos, sin = rope_cos_sin(p, frequencies, turn.amplitude, S)
         members = tl.arange(0, MANY)
         q_mask = (members < C.group)[:, None] & (d < S.width)[None, :]
-        q_at = line + ((head * C.group + members) * S.width)[:, None]
+        q_at = line + ((head * C.group + members) * S.query_step)[:, None]
         q = tempered(rotated(q_at, q_mask, turn.q_weight, cos, sin, turn.eps, S), p, turn.temperature, S)
         q = narrowed(q * scale, tl.bfloat16 if S.q8 else kv.key.dtype.element_ty)
 
@@ -257,9 +259,9 @@ def attend_kernel(qkv, attended, kv, rows, turn, space, scale, softcap, sinks, S
             # This split ends with the row's own position: append it, and begin with it.
             one = tl.zeros([1, 1], tl.int32)
             k_mask = (d < S.width)[None, :]
-            k_at = line + (S.heads + head) * S.width + one
+            k_at = line + S.heads * S.query_step + head * S.width + one
             own_k = rotated(k_at, k_mask, turn.k_weight, cos, sin, turn.eps, S)
-            own_v = tl.load(line + (S.heads + S.kv_heads + head) * S.width + d[None, :] + one, mask=k_mask, other=0.0)
+            own_v = tl.load(k_at + S.kv_heads * S.width + d[None, :], mask=k_mask, other=0.0)
             own_page = tl.load(its_pages + p // S.page)
             cell = (own_page.to(tl.int64) * S.page + p % S.page) * S.kv_heads + head + one.to(tl.int64)
             own_k = store_cells(kv.key, kv.key_scales, cell, own_k, k_mask, 1, S)

@@ -141,16 +141,17 @@ def bind_gate_runs(
 ) -> TritonLaunch:
     """As `gate_runs_torch`; a program for each row and group."""
     (n, inner), device = x.shape, x.device
-    groups = 1
+    groups, each = 1, True
     if weight is not None:
-        groups = len(weight)
-        checked("weight", weight, dtype=torch.float32, shape=(groups, inner // groups), device=device)
+        groups, each = inner // weight.shape[1], len(weight) > 1
+        checked("weight", weight, dtype=torch.float32, shape=(groups if each else 1, inner // groups), device=device)
     columns_of("gate", gate, inner, device)
     given = run_arguments(runs, device) | {
         "x": checked("x", x, dtype=torch.float32, shape=(n, inner), device=device),
         "out": checked("out", out, dtype=EITHER, shape=(n, inner), device=device),
         **{"gate": gate, "weight": weight, "eps": eps, "GATE_STRIDE": gate.stride(0), "INNER": inner},
         **{"WIDTH": inner // groups, "BLOCK": triton.next_power_of_2(inner // groups)},
+        "OWN_WEIGHT": each,
         "NORM": (NO_NORM if weight is None else BEFORE if norm_first else AFTER).value,
     }
     return TritonLaunch.of(gate_kernel, (n, groups), given, num_warps=8 if given["BLOCK"] >= 4096 else 4)
@@ -159,7 +160,7 @@ def bind_gate_runs(
 @triton.jit
 def gate_kernel(
     x, gate, out, weight, rows, eps, GATE_STRIDE: tl.constexpr, INNER: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, NORM: tl.constexpr,
+    BLOCK: tl.constexpr, OWN_WEIGHT: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if row < tl.load(rows.n_rows):
@@ -173,7 +174,7 @@ def gate_kernel(
             value *= opened
         if NORM != NO_NORM:
             root = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
-            value *= root * tl.load(weight + column, mask=there, other=0.0)
+            value *= root * tl.load(weight + (column if OWN_WEIGHT else within), mask=there, other=0.0)
         if NORM == BEFORE:
             value *= opened
         store_rows(out + row * INNER + column, value, there)

@@ -48,6 +48,7 @@ class Heads:
     norm_eps: float = 1e-6
     norm_last: bool = False  # after the rotation
     temperature: tuple[float, int] | None = None  # scale and span of `QueryTemperature`
+    gated: bool = False  # behind each query stands a gate, of what its head will have seen (`gate_heads_torch`)
     sinks: Tensor | None = None  # float32 [n_heads]: of each head, one more score in its softmax, of no position
 
     def __post_init__(self) -> None:
@@ -64,7 +65,12 @@ class Heads:
     @property
     def n_columns(self) -> int:
         """Width of a row of q, k and v side by side."""
-        return (self.n_heads + 2 * self.n_kv_heads) * self.head_width
+        return self.n_heads * self.query_step + 2 * self.n_kv_heads * self.head_width
+
+    @property
+    def query_step(self) -> int:
+        """From one query to the next in such a row."""
+        return 2 * self.head_width if self.gated else self.head_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +156,10 @@ def rotate_qk_torch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of q, k and v side by side at positions [n], of rope sets [n], to q, k, v float32 [n, heads, width], normed,
     with RoPE."""
-    parts = qkv.float().view(len(qkv), heads.n_heads + 2 * heads.n_kv_heads, heads.head_width)
-    n = heads.n_heads + heads.n_kv_heads
-    q, k, v = parts[:, : heads.n_heads], parts[:, heads.n_heads : n], parts[:, n:]
+    n_queries, n_keys = heads.n_heads * heads.query_step, heads.n_kv_heads * heads.head_width
+    q, k, v = torch.split(qkv.float(), [n_queries, n_keys, n_keys], -1)
+    q = q.view(len(qkv), heads.n_heads, -1)[..., : heads.head_width]
+    k, v = (each.view(len(qkv), heads.n_kv_heads, -1) for each in (k, v))
     if not heads.norm_last:
         q, k = _normed(q, k, heads)
     if heads.frequencies is not None:
@@ -164,6 +171,13 @@ def rotate_qk_torch(
     if heads.temperature is not None:
         q = q * query_factor(positions, *heads.temperature)
     return q, k, v
+
+
+def gate_heads_torch(qkv: Tensor, attended: Tensor, heads: Heads, n_rows: Tensor) -> None:
+    """attended [rows, heads * width] by the sigmoid of the gates in qkv [rows, n_columns], in place, for live rows."""
+    n, width = int(n_rows), heads.head_width
+    gates = qkv[:n, : heads.n_heads * heads.query_step].view(n, heads.n_heads, -1)[..., width:]
+    attended[:n] = (attended[:n].float() * torch.sigmoid(gates.float()).flatten(1)).to(attended.dtype)
 
 
 def _normed(q: Tensor, k: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Recurrent blocks over the rows of a step or of a chunk: each sequence's rows one after the other, from its state on.
 
-The twins of `cuda/triton/runs.py` and `cuda/triton/scans.py`. Rows of all sequences lie in one buffer; a *run* is the
-consecutive rows of one sequence: a single row of a step, a part of a chunk. States are float32 [slots, ...] and are
+The twins of `runs.py`, `scans.py` and `delta.py` in `cuda/triton/`. Rows of all sequences lie in one buffer; a *run* is
+the consecutive rows of one sequence: a single row of a step, a part of a chunk. States are float32 [slots, ...] and are
 written in place, for the slots of the runs only; a run that begins its sequence takes zeros in place of its state.
 """
 
@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato.backends.torch.ops.causal_conv import causal_conv_torch
+from ostinato.backends.torch.ops.delta_rule import delta_rule_torch
 from ostinato.backends.torch.ops.gated_norm import gated_norm_torch
 from ostinato.backends.torch.ops.rms_norm import rms_norm_torch
 from ostinato.backends.torch.ops.selective_scan import selective_scan_torch
 from ostinato.backends.torch.ops.ssd_scan import ssd_scan_torch
-from ostinato.models.blocks import Decay, Norm
-from ostinato.models.shape import Mamba2Shape, MambaShape
+from ostinato.models.blocks import Decay, DeltaDecay, Norm
+from ostinato.models.shape import DeltaShape, Mamba2Shape, MambaShape
 
 
 class RowRun(NamedTuple):
@@ -107,15 +108,46 @@ def ssd_runs_torch(
         state[run.slot] = planes[0, 0]
 
 
+def delta_runs_torch(
+    x: Tensor, beta_alpha: Tensor, out: Tensor, state: Tensor, decay: DeltaDecay, shape: DeltaShape, runs: Runs
+) -> None:
+    """The gated delta rule over x [rows, sum of conv_parts], query, key and value side by side, by beta and alpha side
+    by side in columns of a wider buffer [rows, 2 * heads], into out [rows, inner]; state [slots, heads, value_width,
+    key_width]."""
+    widths = (shape.key_width, shape.key_width, shape.value_width)
+    for run in runs:
+        parts = zip(torch.split(x[run.rows].float(), list(shape.conv_parts), -1), widths, strict=True)
+        q, k, v = (part.reshape(1, run.n, -1, width) for part, width in parts)
+        beta, alpha = beta_alpha[run.rows][None].float().chunk(2, -1)
+        start = run.start(state)
+        y, planes = delta_rule_torch(q, k, v, alpha, beta, decay=decay, tiled=shape.tiled, state=start, n_planes=1)
+        out[run.rows] = y[0].flatten(1).to(out.dtype)
+        state[run.slot] = planes[0, 0]
+
+
+def short_conv_runs_torch(
+    x: Tensor, out: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, runs: Runs
+) -> None:
+    """A gated short convolution of x [rows, 3 * width], the gate before it, the gate after it and what is convolved
+    side by side, into out [rows, width]; state [slots, width, kernel - 1] has inputs by their gate."""
+    for run in runs:
+        before, after, u = x[run.rows][None].float().chunk(3, -1)
+        y, planes = causal_conv_torch(before * u, run.start(state), weight, bias, 1)
+        out[run.rows] = (after * y)[0].to(out.dtype)
+        state[run.slot] = planes[0, 0]
+
+
 def gate_runs_torch(
     x: Tensor, gate: Tensor, out: Tensor, weight: Tensor | None, eps: float, norm_first: bool, runs: Runs
 ) -> None:
     """x [rows, inner] by silu of gate, columns of a wider buffer, into out: normed by groups with weight
-    [groups, inner / groups], before the gate or after it, where there is a weight."""
+    [groups, inner / groups], or [1, width of a group] for all of them, before the gate or after it, where there is a
+    weight."""
     n = int(runs.n_rows)
     if weight is None:
         out[:n] = (x[:n].float() * F.silu(gate[:n].float())).to(out.dtype)
     else:
+        weight = weight.expand(x.shape[1] // weight.shape[1], -1)
         out[:n] = gated_norm_torch(x[:n].float(), gate[:n].float(), weight, eps, norm_first).to(out.dtype)
 
 
