@@ -1,4 +1,4 @@
-"""The face for event loops: the tokens of the synchronous calls, and slots that are free again however a call ends."""
+"""For event loops: the tokens of the synchronous calls, and slots that are free again however a call ends."""
 
 import asyncio
 import gc
@@ -202,12 +202,12 @@ def test_what_is_wrong_is_told_as_by_the_synchronous_calls(unhurried: LLM, tiny_
         with pytest.raises(BadInput, match="not open"):
             await AsyncLLM(tiny_gguf).generate("the sea")
         async with shared(unhurried) as llm:
-            face: Any = llm
-            for call in (face.stream, face.stream_chat):
+            called: Any = llm
+            for call in (called.stream, called.stream_chat):
                 with pytest.raises(BadOption, match=r"Sampling\(max_tokens=5\)"):
                     call("hi", max_tokens=5)
             with pytest.raises(BadOption, match=r"chat\(messages, Sampling\(max_tokens=5\)"):
-                await face.chat("hi", max_tokens=5)
+                await called.chat("hi", max_tokens=5)
             with pytest.raises(BadInput, match="index 1"):
                 await llm.generate([[5, 6], [5, 3000]], SHORT)
             with pytest.raises(BadInput, match="opened before"):

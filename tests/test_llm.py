@@ -1,4 +1,4 @@
-"""The Python face: lists in, lists out; pieces that join; options that are known; answers with a digest."""
+"""The Python interface: lists in, lists out; pieces that join; options that are known; answers with a digest."""
 
 import copy
 import dataclasses

@@ -78,7 +78,7 @@ class PromptTooLong(BadInput):
     """A prompt that does not fit the context.
 
     Its arguments say how long the prompt is and how much fits, and whether the model was trained for no more. What to
-    do about it depends on the face that was used: `str` says it for Python, and `told` in other words.
+    do about it depends on the interface that was used: `str` says it for Python, and `told` in other words.
     """
 
     def __init__(self, what: str, is_most: bool = False) -> None:

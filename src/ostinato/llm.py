@@ -673,7 +673,19 @@ class LLM:
         """
         if not listed(texts):
             return np.empty((0, self.shape.n_classes or 1), np.float32)
-        pairs = [self.retrieval.pair(self.tokenizer, query, text) for text in texts]
+        return self.rank_pairs([self.retrieval.pair(self.tokenizer, query, text) for text in texts])
+
+    def rank_pairs(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Floats:
+        """The same of pairs of token ids, each a query and a text as `retrieval.pair` makes them.
+
+        >>> llm.rank_pairs([llm.retrieval.pair(llm.tokenizer, "tall?", "a tower")])       # doctest: +SKIP
+
+        Args:
+            pairs: at least one.
+
+        Returns:
+            float32 [pairs, classes].
+        """
         for pair in pairs:
             check_prompt([*pair[0], *pair[1]], shape=self.shape, context=self.context)
         if self._encoder is None:

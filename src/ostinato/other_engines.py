@@ -177,7 +177,7 @@ def answer_field(word: str, fields: Collection[str]) -> str | None:
 
 
 def _named(sentence: str | None, name: Callable[[str], str]) -> str | None:
-    """A sentence with our options as a face names them."""
+    """A sentence with our options as an interface names them."""
     return sentence and re.sub(r"{(\w+)}", lambda found: name(found[1]), sentence)
 
 

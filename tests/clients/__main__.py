@@ -3,7 +3,7 @@
 Each client is a script that uses it as its own documentation does, with the server's address in the variables that the
 client reads anyway. The clients are installed into environments of their own below .venv, with the versions that
 `requirements.txt` and `package.json` pin. The model is tiny and random: forced calls and schemas make it say what a
-check needs; for the command-line coders its answers are scripted.
+check needs; for the command-line coding agents its answers are scripted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from ostinato.serve.script import ScriptedAnswer
 from tests.cli import tiny_model
-from tests.clients import coders
+from tests.clients import agents
 from tests.serve.running import Running, serving
 
 ROOT = Path(__file__).parent.parent.parent
@@ -36,7 +36,7 @@ LONGEST_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client: its package, the script that uses it, and what the script uses of it. `answers`: a coder's script."""
+    """A client: its package, the script that uses it, and what the script uses of it. `answers`: an agent's script."""
 
     package: str
     script: str
@@ -59,8 +59,8 @@ CLIENTS = (
     Client("ollama", "ollama_client.py", "`chat`, `generate`, `embed`, `embeddings`, `list`, `show`, `ps`"),
     Client("openai", "openai_responses.mjs", "`responses.*`, in Node"),
     Client("@ai-sdk/openai", "ai_sdk.mjs", "its default API, in Node"),
-    Client("@openai/codex", "codex_exec.py", "`codex exec`, a tool call", coders.CODEX),
-    Client("@anthropic-ai/claude-code", "claude_print.py", "`claude -p`, a tool call", coders.CLAUDE),
+    Client("@openai/codex", "codex_exec.py", "`codex exec`, a tool call", agents.CODEX),
+    Client("@anthropic-ai/claude-code", "claude_print.py", "`claude -p`, a tool call", agents.CLAUDE),
 )
 
 
@@ -93,8 +93,8 @@ def main(names: Sequence[str]) -> int:
 def server_for(answers: tuple[ScriptedAnswer, ...], folder: Path) -> AbstractContextManager[Running]:
     """A server for clients that want these answers, or any."""
     if answers:
-        model = coders.write_model(folder / "coder.gguf")
-        return serving(model, llm={"context": coders.CONTEXT, "slots": 2}, script=answers)
+        model = agents.write_model(folder / "agent.gguf")
+        return serving(model, llm={"context": agents.CONTEXT, "slots": 2}, script=answers)
     model = tiny_model.write(folder / "tiny.gguf", context=4096)
     return serving(model, llm={"context": 2048, "slots": 8})
 
@@ -142,8 +142,8 @@ def variables(server: Running) -> dict[str, str]:
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "LANGSMITH_TRACING": "false",
         "CLIENT_MODEL": server.service.model_id,
-        "CLIENT_FLOWER": coders.FLOWER,
-        "CLIENT_SAID": coders.SAID,
+        "CLIENT_FLOWER": agents.FLOWER,
+        "CLIENT_SAID": agents.SAID,
     }
 
 

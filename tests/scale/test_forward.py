@@ -16,7 +16,9 @@ from openai.types.responses import ResponseErrorEvent
 from ostinato.errors import BadOption
 from ostinato.scale.local import Call
 from ostinato.scale.settings import ScaleOptions
+from ostinato.serve.app import guarded
 from ostinato.serve.errors import Refusal
+from ostinato.serve.front import FrontService
 from ostinato.serve.settings import ServeOptions
 
 pytest.importorskip("ray", reason="the extra `scale` is not installed: the ingress was not tested")
@@ -70,7 +72,7 @@ def passed(deployment: ModuleType, played: Played, path: str = "/v1/completions"
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    forward = deployment.Forwarder(None, played)
+    forward = deployment.Forwarder(FrontService(ServeOptions("x"), 1), played)
     asyncio.run(forward._pass(Call("POST", path, b"{}"), send, SimpleNamespace(outcome="", error=None)))
     return sent
 
@@ -113,6 +115,44 @@ def test_a_stream_of_a_response_that_breaks_off_ends_with_an_event_of_its_kind(d
     name, data = body.strip().split("\n\n")[-1].split("\n")
     event = ResponseErrorEvent.model_validate_json(data.removeprefix("data: "))
     assert (name, event.code, event.sequence_number) == ("event: error", "engine_restarting", 2)
+
+
+def test_comments_have_no_sequence_number_and_half_an_event_is_not_passed_on(deployment: ModuleType) -> None:
+    parts = [b": waiting\n\n: wai", b"ting\n\nevent: a\nda", b"ta: 1\n\n: waiting\n\n", b'event: b\ndata: {"x']
+    played = Played([(200, STREAM, "x"), *parts, died()])
+    body = b"".join(message.get("body", b"") for message in passed(deployment, played, "/v1/responses")).decode()
+    *before, last = body.strip().split("\n\n")
+    assert before == [": waiting", ": waiting", "event: a\ndata: 1", ": waiting"]
+    assert json.loads(last.split("\ndata: ")[1])["sequence_number"] == 1
+
+
+def test_a_path_that_does_not_exist_is_told_so_before_its_body_is_read(deployment: ModuleType) -> None:
+    options = ServeOptions("x")
+    front = FrontService(options, 1)
+    app = guarded(deployment.Forwarder(front, Played()), front)
+    sent: list[Any] = []
+
+    def asked(method: str, path: str) -> int:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"x=1", "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http", "method": method, "path": path, "query_string": b"", "root_path": "", "client": None,
+            "headers": [(b"host", b"localhost"), (b"content-type", b"text/plain")],
+        }  # fmt: skip
+
+        async def ask() -> None:
+            await app(scope, receive, send)
+
+        asyncio.run(ask())
+        return int(sent[-2]["status"])
+
+    assert asked("POST", "/v1/nothing") == 404
+    assert asked("POST", "/v1/models") == 405
+    assert asked("POST", "/v1/completions") == 415
 
 
 def test_a_stream_of_a_message_that_breaks_off_ends_with_an_event_of_its_kind(deployment: ModuleType) -> None:

@@ -86,6 +86,20 @@ def test_a_longer_conversation_has_the_keys_of_the_shorter_one() -> None:
     assert keys_of_body(json.dumps({"prompt": list(range(200))}).encode())
 
 
+def test_a_text_as_input_has_the_keys_of_the_item_that_it_is_sent_back_as() -> None:
+    text = "word " * 40
+    items = [
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "x"},
+    ]
+    short, long = (
+        keys_of_body(json.dumps({"instructions": "be brief", "input": each}).encode()) for each in (text, items)
+    )
+    assert len(short) > 2
+    assert long[: len(short) - 1] == short[:-1]
+
+
 def test_what_changes_from_turn_to_turn_and_is_not_in_the_prompt_changes_no_key() -> None:
     def keys(turn: int, *marked: dict[str, Any]) -> PrefixKeys:
         header = {"type": "text", "text": f"x-anthropic-billing-header: cch={turn};"}

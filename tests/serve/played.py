@@ -1,4 +1,4 @@
-"""Answers whose deltas are given, for the faces that turn them into parts and events."""
+"""Answers whose deltas are given, for the APIs that turn them into parts and events."""
 
 from __future__ import annotations
 

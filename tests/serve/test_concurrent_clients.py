@@ -24,7 +24,7 @@ CHAT = "/v1/chat/completions"
 HELLO: Any = [{"role": "user", "content": "hello"}]
 LONG: Any = {"messages": HELLO, "ignore_eos": True}
 RESPONSES, MESSAGES, OLLAMA = "/v1/responses", "/v1/messages", "/api/chat"
-FACES: dict[str, Any] = {
+APIS: dict[str, Any] = {
     CHAT: LONG,
     RESPONSES: {"input": "hello", "ignore_eos": True},
     MESSAGES: {**LONG, "max_tokens": 4096},
@@ -36,7 +36,7 @@ LIMITED: dict[str, Any] = {
     MESSAGES: {"max_tokens": 700},
     OLLAMA: {"options": {"ignore_eos": True, "num_predict": 700}},
 }
-every_face = pytest.mark.parametrize("path", FACES)
+every_api = pytest.mark.parametrize("path", APIS)
 SLOW: Any = {"context": 4096, "mode": "eager"}  # a step takes long enough that an answer can be caught on its way
 
 
@@ -68,10 +68,10 @@ def free_slots(server: Running) -> int:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-@every_face
+@every_api
 def test_a_client_that_leaves_frees_its_slot(tiny: Path, path: str, stream: bool) -> None:
     with serving(tiny, llm={**SLOW, "slots": 2}) as server:
-        with asking(server, path, {**FACES[path], "stream": stream}):
+        with asking(server, path, {**APIS[path], "stream": stream}):
             until(lambda: server.llm.stats().tokens > 5, "it is answered")
             assert free_slots(server) == 1
         left = server.llm.stats().steps
@@ -135,12 +135,12 @@ def test_whoever_waits_is_kept_company_by_comments(tiny: Path) -> None:
 
 
 @pytest.mark.slow
-@every_face
+@every_api
 def test_a_slow_reader_is_cut_off_and_holds_nobody_up(tiny: Path, path: str) -> None:
     limits = ServeLimits(unread_tokens=200, write_s=0.5)
     with serving(tiny, llm={**SLOW, "slots": 2}, limits=limits, send_bytes=4096) as server:
         address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
-        body = json.dumps({**FACES[path], "stream": True}).encode()
+        body = json.dumps({**APIS[path], "stream": True}).encode()
         with socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             slow.connect(address)
@@ -154,11 +154,11 @@ def test_a_slow_reader_is_cut_off_and_holds_nobody_up(tiny: Path, path: str) -> 
             until(lambda: len(server.log) == 2, "it is logged")
 
 
-@every_face
+@every_api
 def test_a_request_that_takes_too_long_ends_with_an_error_event(tiny: Path, path: str) -> None:
     limits = ServeLimits(request_s=0.2, keep_alive_s=0.05)
     with serving(tiny, llm={**SLOW, "slots": 1}, limits=limits) as server:
-        text = server.post(path, {**FACES[path], "stream": True}).text
+        text = server.post(path, {**APIS[path], "stream": True}).text
         error = error_in(text.strip().split("\n")[-1])
         assert error["message"] == "no request may take longer than 0 s"
         kind = error["type"] if path in (MESSAGES, OLLAMA) else error["code"]
@@ -171,15 +171,15 @@ def test_a_request_that_takes_too_long_ends_with_an_error_event(tiny: Path, path
 
 
 @pytest.mark.slow
-@every_face
+@every_api
 def test_a_drained_server_ends_what_runs_and_takes_nothing_new(tiny: Path, path: str) -> None:
     with serving(tiny, llm={**SLOW, "slots": 2}) as server, server.http() as http:
-        with http.stream("POST", path, json={**FACES[path], "stream": True, **LIMITED[path]}) as running:
+        with http.stream("POST", path, json={**APIS[path], "stream": True, **LIMITED[path]}) as running:
             lines = running.iter_lines()
             next(lines)
             server.call(server.worker.signalled)
             until(lambda: server.service.state == "draining", "it drains")
-            reply = server.post(path, FACES[path])
+            reply = server.post(path, APIS[path])
             assert "the server is being stopped" in error_in(reply.text)["message"]
             assert reply.status_code == (529 if path == MESSAGES else 503)
             assert server.get("/health").json()["status"] == "draining"
@@ -203,12 +203,12 @@ def test_a_second_signal_stops_what_runs_with_an_error_event(tiny: Path) -> None
         until(lambda: bool(server.exit_code), "it ends")
 
 
-@every_face
+@every_api
 def test_an_engine_that_dies_sends_each_client_one_error_and_ends_its_worker(tiny: Path, path: str) -> None:
     with serving(tiny, llm={**SLOW, "slots": 2}) as server, server.http() as http:
         with (
-            http.stream("POST", path, json={**FACES[path], "stream": True}) as one,
-            http.stream("POST", path, json={**FACES[path], "stream": True}) as other,
+            http.stream("POST", path, json={**APIS[path], "stream": True}) as one,
+            http.stream("POST", path, json={**APIS[path], "stream": True}) as other,
         ):
             readers = [one.iter_lines(), other.iter_lines()]
             for lines in readers:

@@ -232,6 +232,29 @@ def test_two_names_with_two_values_are_refused(server: Running, body: dict[str, 
     assert param.rpartition(".")[2] in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "equal", "different", "names"),
+    [
+        ("/v1/messages", {"stop": "a", "stop_sequences": ["a"]}, {"stop": ["b"], "stop_sequences": ["a"]}, "stop"),
+        ("/v1/messages", {"stop": "", "stop_sequences": ["a"]}, {"stop": ["a", "b"], "stop_sequences": ["a"]}, "stop"),
+        ("/api/chat", {"num_predict": 3, "max_tokens": 3}, {"num_predict": 3, "max_tokens": 4}, "num_predict"),
+        ("/api/chat", {"num_predict": 3, "n_predict": 3}, {"num_predict": -1, "n_predict": 4}, "num_predict"),
+    ],
+)
+def test_two_names_of_one_field_may_be_given_with_one_value(
+    server: Running, path: str, equal: dict[str, Any], different: dict[str, Any], names: str
+) -> None:
+    def answered_with(given: dict[str, Any]) -> Any:
+        more = {"max_tokens": 3, **given} if path == "/v1/messages" else {"options": given, "stream": False}
+        return server.post(path, {"messages": HELLO, **more})
+
+    assert answered_with(equal).status_code == 200
+    refused = answered_with(different)
+    assert refused.status_code == 400
+    other = {"stop": "stop_sequences", "num_predict": "max_tokens"}[names]
+    assert f"{names} is another name of {other}, and each has its own value" in refused.text
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 def test_a_format_that_cannot_be_followed_is_named_as_it_was_given(server: Running, path: str) -> None:
     body = {"messages": HELLO} if path == CHAT else {"prompt": "hello"}
@@ -396,6 +419,20 @@ def test_documents_are_ranked_by_a_model_that_ranks(ranker: Running) -> None:
     for path in ("/rerank", "/v2/rerank"):
         best = answered(ranker, short, path)["results"]
         assert best == [{"index": order[0], "relevance_score": made["results"][0]["relevance_score"]}]
+
+
+def test_texts_to_rank_are_tokenized_once(ranker: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(ranker.llm.tokenizer)
+    encode, n_calls = kind.encode_pair, 0
+
+    def counted(*words: Any) -> Any:
+        nonlocal n_calls
+        n_calls += 1
+        return encode(*words)
+
+    monkeypatch.setattr(kind, "encode_pair", counted)
+    answered(ranker, {"query": "time", "documents": DOCUMENTS * 7}, "/v1/rerank")
+    assert n_calls == 21
 
 
 def test_more_documents_than_are_ranked_at_once_have_the_same_scores(ranker: Running) -> None:

@@ -212,6 +212,18 @@ def test_generate_answers_a_prompt_with_or_without_a_template(ours: ollama.Clien
     assert ours.generate("tiny", "hello", raw=True, options=FEW).response == raw["choices"][0]["text"]
 
 
+def test_what_a_raw_prompt_does_not_meet_is_named(server: Running) -> None:
+    options = {**FEW, "tool_choice": "required", "parallel_tool_calls": False, "chat_template_kwargs": {"a": 1}}
+    body = {"prompt": "hello", "raw": True, "stream": False, "think": True, "truncate": True, "options": options}
+    reply = server.post(GENERATE, body)
+    assert reply.status_code == 200, reply.text
+    names = "think, truncate, options.tool_choice, options.parallel_tool_calls, options.chat_template_kwargs"
+    assert reply.headers[IGNORED] == names
+    plain = server.post(GENERATE, {"prompt": "hello", "raw": True, "stream": False, "truncate": False, "options": FEW})
+    assert IGNORED not in plain.headers
+    assert plain.json()["digest"] == reply.json()["digest"]
+
+
 def test_without_anything_to_answer_the_model_is_said_to_be_loaded(ours: ollama.Client, server: Running) -> None:
     assert ours.generate("tiny", keep_alive="5m").done_reason == "load"
     loaded = ours.chat("tiny", keep_alive=-1)

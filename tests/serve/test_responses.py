@@ -367,6 +367,9 @@ def test_an_effort_reaches_a_template_that_knows_it_and_is_named_otherwise(think
         "reasoning"
     ]
     asked = {**FEW, "input": "hello", "reasoning": {"effort": "low", "summary": "auto"}, "text": {"verbosity": "low"}}
+    include = ["everything", "web_search_call.results", "message.output_text.logprobs"]
+    named = server.post(PATH, {**FEW, "input": "hello", "include": include}).headers["x-ostinato-ignored"]
+    assert named == "include.everything"
     told = server.post(PATH, asked).headers["x-ostinato-ignored"]
     assert told == "reasoning.effort, reasoning.summary, text.verbosity"
 
@@ -548,7 +551,7 @@ def test_a_conversation_that_is_too_long_loses_its_oldest_turns_if_it_may(server
             {"input": "x", "tools": [LOOK], "text": {"format": {"type": "regex", "regex": "a"}}},
             "text.format",
         ),
-        ({"input": "x", "include": ["everything"]}, "include[0]"),
+        ({"input": "x", "include": ["every thing"]}, "include[0]"),
         ({"input": "x", "truncation": "some"}, "truncation"),
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "conversation": "conv_1"}, "conversation"),

@@ -1,4 +1,4 @@
-"""A server with a script answers with its texts on every face, through the parsers and streams of the model's own."""
+"""A server with a script answers with its texts in every API, through the parsers and streams of the model's own."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _user(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
-def test_every_face_says_the_text_for_the_prompt(scripted: Running) -> None:
+def test_every_api_says_the_text_for_the_prompt(scripted: Running) -> None:
     prompt = "buy four oranges"
     assert chat(scripted, prompt)["message"]["content"] == SAID
     completion = asked(scripted, "/v1/completions", {"prompt": prompt})

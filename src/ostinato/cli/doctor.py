@@ -77,14 +77,14 @@ def card_rows() -> list[tuple[str, ...]]:
     """The cards that we know, with the modes that run there: the table of README.md."""
     from ostinato.engine.choose import modes_of, why_not_here
     from ostinato.engine.known_cards import KNOWN, REFUSED, has_run
-    from ostinato.engine.verified import DOUBTED
+    from ostinato.engine.verified import NEED_VERIFICATION
 
     rows: list[tuple[str, ...]] = [("cards", "arch", "modes", "state", "date")]
     for capability, known in KNOWN.items():
         chip = Chip(capability, 1, SHARED_BYTES[capability])
         reasons = why_not_here(Machine("cuda:0", 0, 0, chip, WHILE_NODES_SINCE))
         can = [mode for mode in modes_of("cuda") if reasons[mode] is None]
-        unasked = [mode for mode in can if mode not in DOUBTED or has_run(capability)]
+        unasked = [mode for mode in can if mode not in NEED_VERIFICATION or has_run(capability)]
         verified = [f"{mode} once verified" for mode in can if mode not in unasked]
         rows.append((known.examples, chip.arch, "; ".join([", ".join(unasked), *verified]), known.state, known.date))
     return [*rows, REFUSED]

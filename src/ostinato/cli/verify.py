@@ -63,7 +63,7 @@ def _verified(model: str, options: LoadOptions) -> tuple[VerifyReport, dict[str,
         report, tiles = VerifyReport((), {}), settled.weights == "tiles"
         card = verified_card(settled.device) if settled.kind == "cuda" else None
         if card is not None:
-            verified.forget(card, {options.mode} & set(verified.DOUBTED), talk)
+            verified.forget(card, {options.mode} & set(verified.NEED_VERIFICATION), talk)
         if tiles:
             report += NativeVerifier(loaded, settled, n_tokens).verify(bare.load, detail)
         if (no_torch := why_missing("torch", "the reference backend")) is not None:

@@ -29,7 +29,7 @@ from ostinato.engine.cores import default_threads
 from ostinato.engine.known_cards import has_run
 from ostinato.engine.machine import choose_device, machine_at, why_gpu_unused
 from ostinato.engine.memory_plan import LEAST_CONTEXT, USABLE_SHARE, MemoryPlan
-from ostinato.engine.verified import DOUBTED
+from ostinato.engine.verified import NEED_VERIFICATION
 from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
 from ostinato.extras import check_extra
 from ostinato.models.header import HeaderTensors, tensors_in, tensors_of
@@ -236,7 +236,9 @@ def _fits_once(settled: Settled, case: LoadCase) -> bool:
 def why_unverified(mode: str, machine: Machine) -> str | None:
     """Why `auto` does not trust a mode on this card; None where it does: where it ran before a release, or was verified
     by the user with this driver and this version."""
-    if mode not in DOUBTED or machine.chip is None or has_run(machine.chip.capability) or mode in machine.verified:
+    if mode not in NEED_VERIFICATION or mode in machine.verified:
+        return None
+    if machine.chip is None or has_run(machine.chip.capability):
         return None
     return UNVERIFIED.format(mode=mode)
 

@@ -23,7 +23,9 @@ from ostinato.options import MODES, Talk
 if TYPE_CHECKING:
     from ostinato.engine.checks import VerifyReport
 
-DOUBTED: Final = ("persistent",)  # modes that `auto` takes only where they were verified, or ran before a release
+NEED_VERIFICATION: Final = (
+    "persistent",
+)  # modes that `auto` takes only where they were verified, or ran before a release
 LOCK_S: Final = 10.0
 MOST_RESULTS: Final = 64
 
@@ -67,7 +69,7 @@ def forget(card: VerifiedCard, modes: Collection[str], talk: Talk) -> None:
 def keep(card: VerifiedCard, report: VerifyReport, model: str, talk: Talk) -> tuple[str, ...]:
     """Write down for each doubted mode of a report that it passed, or remove its earlier result where it did not. The
     modes that passed and are written down."""
-    compared = {check.name for check in report.checks} & set(DOUBTED)
+    compared = {check.name for check in report.checks} & set(NEED_VERIFICATION)
     wrong = {check.name for check in report.checks if not check.passed}
     shared = wrong - set(MODES)  # such as `weights`, which every mode reads
     passed = set() if shared else compared - wrong

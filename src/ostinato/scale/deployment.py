@@ -23,6 +23,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from ostinato.errors import BadOption
@@ -31,7 +32,7 @@ from ostinato.scale.local import Call, LocalServer
 from ostinato.scale.prefix import keys_of_body
 from ostinato.scale.settings import ScaleOptions
 from ostinato.serve import merged as pages
-from ostinato.serve.app import guarded
+from ostinato.serve.app import bare_app, guarded
 from ostinato.serve.errors import OUR_FAULT, Refusal
 from ostinato.serve.front import FrontService
 from ostinato.serve.log import Record, write_line
@@ -46,6 +47,10 @@ INGRESS: Final = "Ingress"
 _REPORT_S: Final = 5.0
 _ATTEMPTS: Final = 3  # per request, if replicas die before the answer begins
 _FORWARDED: Final = frozenset({b"host", b"content-type", b"accept", b"anthropic-version"})
+# Of texts that are computed beside the answers no prefix stays in memory.
+_WITHOUT_PREFIX: Final = frozenset(
+    {"/v1/embeddings", "/api/embed", "/api/embeddings", "/v1/rerank", "/v2/rerank", "/rerank"}
+)
 _GONE: Final = "the replica that answered has died; ask again"
 
 
@@ -179,6 +184,7 @@ class Forwarder:
 
     def __init__(self, front: FrontService, engine: DeploymentHandle) -> None:
         self._front = front
+        self._paths = bare_app(front)
         self._engine = engine
         self._stream = engine.options(stream=True).answer
 
@@ -190,11 +196,14 @@ class Forwarder:
         if page is not None:
             await page(scope, receive, send)
             return
+        if not any(route.matches(scope)[0] == Match.FULL for route in self._paths.routes):
+            await self._paths(scope, receive, send)  # there is no such path, or it has another method
+            return
         body = (await receive()).get("body", b"") if scope["method"] == "POST" else b""
         record: Record = scope["state"]["record"]
         headers = tuple((name, value) for name, value in scope["headers"] if name in _FORWARDED)
         call = Call(scope["method"], scope["path"], body, scope["query_string"], headers, record.client, record.id)
-        if body:
+        if body and call.path not in _WITHOUT_PREFIX:
             call = replace(call, prefix=await self._front.in_thread(keys_of_body, body))
         if await while_connected(receive, self._pass(call, send, record)) is None:
             record.outcome = "cancelled"

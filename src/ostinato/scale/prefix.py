@@ -49,6 +49,8 @@ def keys_of_body(body: bytes) -> PrefixKeys:
 
 def _text(asked: Mapping[str, Any]) -> str:
     messages, items, prompt = asked.get("messages"), asked.get("input"), asked.get("prompt")
+    if isinstance(items, str) and prompt is None:
+        items = [{"role": "user", "content": items}]  # what a later request sends back as an item
     if isinstance(items, list) and items and isinstance(items[0], dict):
         messages = items  # of `/v1/responses`
     if isinstance(messages, list):

@@ -1,4 +1,4 @@
-"""An answer as a list of parts (reasoning, text, calls), made while its tokens arrive; each face gives them its shape.
+"""An answer as a list of parts (reasoning, text, calls), made while its tokens arrive; each API gives them its shape.
 
 A part begins with the first delta of its kind and ends when another begins, or the answer does; joined, the events are
 the parts. Nothing here knows the shape of any API.

@@ -142,6 +142,11 @@ def create_app(
 ) -> ASGIApp:
     """Everything that a client can reach. `forward`: answers the requests that a model must answer, in place of the
     endpoints here; `status`: says which models there are, and how they are."""
+    return guarded(bare_app(service, status=status, forward=forward), service)
+
+
+def bare_app(service: Service, *, status: ServerStatus | None = None, forward: ForwardRequest | None = None) -> FastAPI:
+    """The application without what stands before every endpoint: keys, hosts, bodies and ids."""
     app = FastAPI(
         title="Ostinato",
         version=__version__,
@@ -160,7 +165,7 @@ def create_app(
     _add_pages(app)
     _add_errors(app)
     _describe(app)
-    return guarded(app, service)
+    return app
 
 
 def guarded(app: ASGIApp, service: Service) -> ASGIApp:

@@ -30,7 +30,7 @@ _OF_THE_REQUEST: Final = ("self", "messages", "tools", "documents", "continue_fi
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """What a face calls the fields that an error may name."""
+    """What an API calls the fields that an error may name."""
 
     messages: str = "messages"
     format: str = "response_format"
@@ -239,7 +239,7 @@ class DeltaTokens(NamedTuple):
 
 
 class AnswerDeltas:
-    """Reads one answer: its tokens as deltas of text, reasoning and calls, for a face to shape.
+    """Reads one answer: its tokens as deltas of text, reasoning and calls, for an API to shape.
 
     Attributes:
         reason: how the answer ended: `stop`, `length` or `tool_calls`; empty before.

@@ -88,7 +88,7 @@ def refusal_of(error: Exception) -> Refusal:
 
 @contextmanager
 def renamed(fields: Mapping[str, str]) -> Iterator[None]:
-    """Errors of what all faces share, with the names that these fields have in the request."""
+    """Errors of what all APIs share, with the names that these fields have in the request."""
     try:
         yield
     except (Refusal, OstinatoError) as error:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from ostinato.options import MAX_STOP_STRINGS, Sampling
 from ostinato.serve.errors import NO_THREADS, Refusal
@@ -26,6 +26,7 @@ from ostinato.serve.shapes import (
     Sent,
     StopString,
     Word,
+    check_same,
     type_of,
 )
 from ostinato.text.tools import TemplateMessage
@@ -218,6 +219,12 @@ class MessagesBody(CountBody):
 
     max_tokens: Annotated[int, Field(ge=1)]
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_stop(self) -> MessagesBody:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        check_same("stop", stop, "stop_sequences", self.stop_sequences)
+        return self
 
     @property
     def most_tokens(self) -> int | None:

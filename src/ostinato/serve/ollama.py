@@ -86,11 +86,11 @@ def translated(service: Service, llm: LLM, body: AnswerBody) -> TranslatedBody:
     """The body, checked."""
     wanted, ignored = body.wanted, body.without_effect(llm.context)
     given = read_tools(body.tools) if isinstance(body, OllamaChatBody) else ()
-    tools, choice = read_allowed(wanted.tool_choice, given)
+    tools, choice = read_allowed(None if body.is_raw else wanted.tool_choice, given)
     messages, sampling = body.conversation(), body.sampling()
     is_text = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     options: dict[str, Any] = {}
-    if body.think is not None:
+    if body.think is not None and not body.is_raw:
         known = (
             thinking_options(service, llm.template, body.think)
             if isinstance(body.think, bool)
@@ -116,7 +116,7 @@ async def _submitted(
     service: Service, llm: LLM, body: AnswerBody, asked: ChatRequest, record: Record
 ) -> tuple[Answers, AnswerReader]:
     """The answer, started, and the parser of its text."""
-    if isinstance(body, GenerateBody) and body.raw:
+    if isinstance(body, GenerateBody) and body.is_raw:
         ids = await service.in_thread(prompt_ids, service, llm, body.prompt)
         answers = Answers(service, llm, [GenerationInput(ids, asked.sampling, False)], 1, record, "prompt")
         await answers.start()

@@ -12,11 +12,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from ostinato.options import MAX_LOGPROBS, Sampling
 from ostinato.serve.errors import Refusal
-from ostinato.serve.shapes import Body, FunctionCall, Message, MostTokens, Role, SamplingBody, Sent, ToolCall
+from ostinato.serve.shapes import (
+    Body,
+    FunctionCall,
+    Message,
+    MostTokens,
+    Role,
+    SamplingBody,
+    Sent,
+    ToolCall,
+    check_same,
+)
 from ostinato.text.tools import TemplateMessage
 
 # An object with one of these may have properties that it does not name.
@@ -49,6 +59,12 @@ class OllamaOptions(SamplingBody):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_limit(self) -> OllamaOptions:
+        if self.num_predict is not None:
+            check_same("num_predict", max(0, self.num_predict), "max_tokens", self.max_tokens)
+        return self
 
     @property
     def most_tokens(self) -> int | None:
@@ -107,6 +123,11 @@ class AnswerBody(OllamaBody):
 
     def without_effect(self, context: int) -> list[str]:
         return [*super().without_effect(context), *(["shift"] if self.shift else [])]
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the prompt is continued as it is."""
+        return False
 
     def conversation(self) -> list[TemplateMessage]:
         """The conversation as chat templates expect it; empty if there is nothing to answer."""
@@ -220,6 +241,20 @@ class GenerateBody(AnswerBody):
     template: str | None = Field(default=None, description="Refused.")
     context: list[int] | None = Field(default=None, description="Refused.")
     images: list[Any] | None = Field(default=None, description="Refused.")
+
+    @property
+    def is_raw(self) -> bool:
+        return bool(self.raw)
+
+    def without_effect(self, context: int) -> list[str]:
+        """A raw prompt meets no template, no parser and no truncation."""
+        given = super().without_effect(context)
+        if self.is_raw:
+            given += [] if self.think is None else ["think"]
+            given += ["truncate"] if self.truncate else []
+            unread = ("tool_choice", "parallel_tool_calls", "chat_template_kwargs")
+            given += [f"options.{name}" for name in unread if getattr(self.wanted, name) is not None]
+        return given
 
     def conversation(self) -> list[TemplateMessage]:
         self._refuse(

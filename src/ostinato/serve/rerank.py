@@ -19,6 +19,8 @@ from ostinato.serve.service import Service
 from ostinato.serve.shapes import RerankBody
 from ostinato.serve.stream import client_gone, json_response, while_connected
 
+TokenPair = tuple[list[int], list[int]]
+
 AT_ONCE: Final = 16  # documents; between them, an abandoned request ends
 
 
@@ -33,8 +35,9 @@ async def rerank(service: Service, body: RerankBody, request: Request) -> Respon
         raise Refusal(400, message, param="documents")
 
     async def computed() -> list[float]:
-        record.prompt_tokens = n_tokens = sum(await service.each_in_thread(_n_tokens(llm, body.query, texts)))
-        parts = await service.beside(_scores(llm, body.query, texts))
+        pairs = await service.each_in_thread(_pairs(llm, body.query, texts))
+        record.prompt_tokens = n_tokens = sum(len(first) + len(second) for first, second in pairs)
+        parts = await service.beside(_scores(llm, pairs))
         service.metrics.prompt_tokens.inc(n_tokens)
         return [score for part in parts for score in part]
 
@@ -61,19 +64,20 @@ def _check_ranks(llm: LLM) -> None:
         raise Refusal(400, message, param="model")
 
 
-def _n_tokens(llm: LLM, query: str, texts: Sequence[str]) -> Generator[int, None, None]:
-    """Tokens of each pair of query and document, which must fit the context."""
+def _pairs(llm: LLM, query: str, texts: Sequence[str]) -> Generator[TokenPair, None, None]:
+    """Each pair of query and document as token ids, which must fit the context."""
     for index, text in enumerate(texts):
-        n = sum(map(len, llm.retrieval.pair(llm.tokenizer, query, text)))
+        pair = llm.retrieval.pair(llm.tokenizer, query, text)
+        n = sum(map(len, pair))
         if n > llm.context:
             message = f"query and documents[{index}] have {n} tokens, and the context holds {llm.context}; shorten one"
             raise Refusal(400, message, param=f"documents[{index}]", code=TOO_LONG)
-        yield n
+        yield pair
 
 
-def _scores(llm: LLM, query: str, texts: Sequence[str]) -> Generator[list[float], None, None]:
-    for start in range(0, len(texts), AT_ONCE):
-        found = llm.rank(query, texts[start : start + AT_ONCE])
+def _scores(llm: LLM, pairs: Sequence[TokenPair]) -> Generator[list[float], None, None]:
+    for start in range(0, len(pairs), AT_ONCE):
+        found = llm.rank_pairs(pairs[start : start + AT_ONCE])
         yield [relevance(float(score)) for score in found[:, 0]]
 
 

@@ -36,16 +36,18 @@ from ostinato.text.tools import TemplateMessage
 # What a client may ask to be added to a response; those of tools that are not here add nothing.
 LOGPROBS: Final = "message.output_text.logprobs"
 ENCRYPTED: Final = "reasoning.encrypted_content"
-Include = Literal[
-    "message.output_text.logprobs",
-    "reasoning.encrypted_content",
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "message.input_image.image_url",
-    "web_search_call.action.sources",
-    "web_search_call.results",
-]
+_INCLUDED: Final = frozenset(
+    {
+        LOGPROBS,
+        ENCRYPTED,
+        "code_interpreter_call.outputs",
+        "computer_call_output.output.image_url",
+        "file_search_call.results",
+        "message.input_image.image_url",
+        "web_search_call.action.sources",
+        "web_search_call.results",
+    }
+)
 
 
 # Items
@@ -299,7 +301,7 @@ class ResponsesBody(OpenAIBody):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    include: list[Include] | None = None
+    include: list[Word] | None = Field(default=None, description="Names that are not known are ignored, and noted.")
     previous_response_id: str | None = None
     store: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -321,6 +323,11 @@ class ResponsesBody(OpenAIBody):
         if isinstance(given, FlatSchemaFormat):
             return SchemaFormat(type="json_schema", json_schema=given)
         return given
+
+    @property
+    def ignored(self) -> list[str]:
+        unknown = [name for name in self.include or () if name not in _INCLUDED]
+        return [*super().ignored, *(f"include.{name}" for name in unknown)]
 
     @property
     def items(self) -> list[Item]:

@@ -292,6 +292,12 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None  # harmless: nothing here needs hiding by padding
 
 
+def check_same(alias: str, value: Any, name: str, other: Any) -> None:
+    """Refuse two names of one field with two values; one that is not given is None."""
+    if value is not None and other is not None and value != other:
+        raise Refusal(400, f"{alias} is another name of {name}, and each has its own value", param=alias)
+
+
 class SamplingBody(Body):
     """The fields that every body with an answer shares: how its tokens are sampled, and whether it is streamed."""
 
@@ -329,12 +335,9 @@ class SamplingBody(Body):
     @model_validator(mode="after")
     def _read_aliases(self) -> SamplingBody:
         for alias, name in ALIASES.items():
-            value = getattr(self, alias, None)
-            if value is None:
-                continue
-            if getattr(self, name) not in (None, value):
-                raise Refusal(400, f"{alias} is another name of {name}, and each has its own value", param=alias)
-            setattr(self, name, value)
+            if (value := getattr(self, alias, None)) is not None:
+                check_same(alias, value, name, getattr(self, name))
+                setattr(self, name, value)
         return self
 
     def sampling(self) -> Sampling:

@@ -4,8 +4,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from agent import FLOWER, QUESTION, SAID, documented, events
 from checks import check
-from coder import FLOWER, QUESTION, SAID, documented, events
 
 with tempfile.TemporaryDirectory() as made:
     folder = Path(made)

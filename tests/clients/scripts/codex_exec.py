@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from agent import FLOWER, QUESTION, SAID, documented, events
 from checks import check
-from coder import FLOWER, QUESTION, SAID, documented, events
 
 SERVER = os.environ["OPENAI_BASE_URL"].removesuffix("/v1")
 

@@ -1,6 +1,6 @@
-"""The model that command-line coders are run with: tiny and random, its answers scripted, with room for their prompts.
+"""The model that coding agents are run with: tiny and random, its answers scripted, with room for their prompts.
 
-What a coder is to do, it must read in the answers: a call in the format of the chat template, and after the result,
+What an agent is to do, it must read in the answers: a call in the format of the chat template, and after the result,
 which alone has the flower's name, a sentence with it.
 """
 
@@ -16,7 +16,7 @@ from tests.cli import tiny_model
 CONTEXT: Final = 131_072  # a vocabulary of 300 tokens needs three times as many tokens as a usual one
 FLOWER: Final = "heliotrope"
 SAID: Final = f"The note names the {FLOWER}."
-# As strict as the strictest: coders also send system messages in the middle of a conversation.
+# As strict as the strictest: agents also send system messages in the middle of a conversation.
 TEMPLATE: Final = """\
 {%- if tools %}
 {{- '<|im_start|>system\n' }}

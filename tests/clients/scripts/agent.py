@@ -1,4 +1,4 @@
-"""For the scripts of command-line coders: a folder of work, the documented settings, a run that reaches nobody else.
+"""For the scripts of coding agents: a folder of work, the documented settings, a run that reaches nobody else.
 
 It imports nothing of Ostinato. The settings are the ones that docs/clients.md shows, with the address and the model of
 this server put in.
@@ -36,7 +36,7 @@ def documented(language: str, server: str) -> str:
 
 
 def work_in(folder: Path) -> Path:
-    """A folder with the file that the coder is to read."""
+    """A folder with the file that the agent is to read."""
     work = folder / "work"
     work.mkdir()
     (work / "note.txt").write_text(f"{FLOWER}\n")
@@ -44,7 +44,7 @@ def work_in(folder: Path) -> Path:
 
 
 def events(program: str, words: Sequence[str], folder: Path, variables: Mapping[str, str]) -> list[dict[str, Any]]:
-    """What a coder prints, a line of JSON each; it must end with 0 and have asked for nothing elsewhere."""
+    """What an agent prints, a line of JSON each; it must end with 0 and have asked for nothing elsewhere."""
     with elsewhere() as (proxy, asked):
         environment = {
             "PATH": os.environ["PATH"],
