@@ -11,7 +11,7 @@ from typing import Any, Final
 import gguf
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ostinato import LLM
@@ -390,6 +390,20 @@ def test_a_tensor_of_experts_that_is_missing_is_named(name: str, tmp_path: Path,
     whole = f"model.layers.2.{name}"
     path = spoiled_folder(tmp_path, tiny_files, name="glm4-moe", tensors=lambda t: t.pop(whole))
     assert f"the tensor {whole} is missing" in refusal(path, BadFile)
+
+
+@pytest.mark.parametrize("spoiled", ["missing", "narrow"])
+def test_mxfp4_blocks_without_their_scales_are_named(spoiled: str, tmp_path: Path, tiny_files: Path) -> None:
+    path = tmp_path / "spoiled"
+    shutil.copytree(tiny.folder("gpt-oss-mxfp4", tiny_files, style="original"), path)
+    tensors = load_file(path / "model.safetensors")
+    scales = tensors.pop("model.layers.1.mlp.experts.down_proj_scales")
+    if spoiled == "narrow":
+        tensors["model.layers.1.mlp.experts.down_proj_scales"] = scales[:, :-1].contiguous()
+    save_file(tensors, path / "model.safetensors")
+    message = refusal(path, BadFile)
+    assert "model.layers.1.mlp.experts.down_proj_blocks is U8 [6, 64, 1, 16]" in message
+    assert "down_proj_scales is missing" in message if spoiled == "missing" else "is U8 [6, 63, 1]" in message
 
 
 def test_a_router_of_the_wrong_width_is_named_with_both_shapes(tmp_path: Path, tiny_files: Path) -> None:

@@ -7,7 +7,7 @@ file, `architecture` is None and only the folder exists.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType, MethodType
@@ -89,7 +89,7 @@ class TinyModel:
     kind: str  # the class in transformers, as config.json names it
     architecture: str | None  # general.architecture in GGUF; None: cannot be said there
     config: Mapping[str, Any]
-    storage: str = "F32"  # F32, F16, BF16, or "quantised": Q8_0 and Q4_0 mixed
+    storage: str = "F32"  # F32, F16, BF16, "quantised": Q8_0 and Q4_0 mixed; or "MXFP4": experts alone
     context: int | None = None  # to be asked for, where the arithmetic depends on it
     n_prompt: int = N_PROMPT
 
@@ -410,6 +410,7 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         ),
         # llama.cpp truncates where YaRN's ramp begins and ends, which the published config does not.
         "gpt-oss": _gpt_oss("gpt-oss", truncate=True),
+        "gpt-oss-mxfp4": replace(_gpt_oss("gpt-oss", truncate=True), storage="MXFP4"),
         "gpt-oss-untruncated": _gpt_oss(None, truncate=False),
         "ernie4-5-moe": _ernie4_5_moe(),
         "granite-moe": _granite_moe("GraniteMoeSharedForCausalLM", shared_intermediate_size=56),

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models import tiny_text
+from tests.models import tiny_text, tiny_weights
 
 Style = Literal["current", "original"]
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
@@ -30,8 +30,11 @@ def write(model: Any, folder: Path, *, storage: str, style: Style, shard_size: s
     if style == "original":
         config_path = folder / "config.json"
         config = json.loads(config_path.read_text())
-        config_path.write_text(json.dumps(original_config(config), indent=2))
-        _rewrite_tensors(folder / "model.safetensors", config)
+        old = original_config(config)
+        if storage == "MXFP4":
+            old["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+        config_path.write_text(json.dumps(old, indent=2))
+        _rewrite_tensors(folder / "model.safetensors", config, storage)
 
 
 def original_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +107,7 @@ def _original_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "rope_scaling": rope}
 
 
-def _rewrite_tensors(path: Path, config: Mapping[str, Any]) -> None:
+def _rewrite_tensors(path: Path, config: Mapping[str, Any], storage: str) -> None:
     """GPT-2 was published without the prefix and with its masks; Llama 2 with the frequencies of its rotation; the
     experts of Qwen3-VL as [expert, in, out], those of Qwen3.5 in one tensor."""
     tensors = load_file(path)
@@ -130,6 +133,9 @@ def _rewrite_tensors(path: Path, config: Mapping[str, Any]) -> None:
                 for part in ("gate", "up", "down")
             )
             tensors |= {f"{at}.experts.gate_up_proj": torch.cat((gate, up), 1), f"{at}.experts.down_proj": down}
+    elif storage == "MXFP4":
+        for name in [name for name in tensors if tiny_weights.is_expert_matrix(name)]:
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = tiny_weights.mxfp4_pair(tensors.pop(name))
     elif config["model_type"] == "qwen3_vl_moe":
         experts = [name for name in tensors if ".experts." in name]
         tensors |= {name: tensors[name].transpose(1, 2).contiguous() for name in experts}

@@ -88,6 +88,8 @@ def block_type(name: str, storage: str) -> str:
         )
     ):
         return "F32"
+    if storage == "MXFP4":
+        return "MXFP4" if "_exps.weight" in name or is_expert_matrix(name) else "F32"
     if storage == "quantised":
         wide = any(part in name for part in ("embed_tokens", "lm_head", "down_proj"))
         return "Q8_0" if wide else "Q4_0"
@@ -101,8 +103,26 @@ def rounded(name: str, value: Tensor, storage: str) -> Tensor:
     kind = block_type(name, storage)
     if kind == "F32":
         return value
+    if is_expert_matrix(name):  # as [expert, in, out], and blocks are of inputs
+        packed, type_ = pack(value.transpose(1, 2).numpy(), kind)
+        return torch.from_numpy(gguf.quants.dequantize(packed, type_)).transpose(1, 2).contiguous()
     packed, type_ = pack(value.numpy(), kind)
     return torch.from_numpy(gguf.quants.dequantize(packed, type_))
+
+
+def is_expert_matrix(name: str) -> bool:
+    """Whether a folder keeps all experts' matrices under this name."""
+    return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+
+
+def mxfp4_pair(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices [expert, in, out] of values that MXFP4 holds, as a folder has them: blocks [expert, out, n, 16] with
+    neighbouring columns in a byte, and scales [expert, out, n]."""
+    packed = torch.from_numpy(pack(value.transpose(1, 2).numpy(), "MXFP4")[0]).view(
+        *value.shape[:1], value.shape[2], -1, 17
+    )
+    columns = torch.cat((packed[..., 1:] & 15, packed[..., 1:] >> 4), -1)
+    return (columns[..., ::2] | columns[..., 1::2] << 4).contiguous(), packed[..., 0].contiguous()
 
 
 def pack(value: "np.ndarray[Any, Any]", kind: str) -> tuple["np.ndarray[Any, Any]", Any]:

@@ -86,6 +86,10 @@ class Checkpoint(ABC):
         rows = math.prod(info.shape[:-1])
         return file.view(info.start, info.n_bytes).reshape(rows, info.n_bytes // max(rows, 1))
 
+    def raw_rows(self, name: str, first: int, last: int) -> NDArray[np.uint8]:
+        """Rows [first, last) of `raw`."""
+        return self.raw(name)[first:last]
+
     def read(self, name: str, out: NDArray[Any]) -> None:
         """Fill `out` (contiguous, with as many elements, of any float dtype or BFLOAT16) with the values."""
         raw = self.raw(name)

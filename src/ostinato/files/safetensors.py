@@ -7,6 +7,7 @@ quantised by GPTQ, AWQ, FP8 and others are refused by name. The header of a file
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,8 +15,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ostinato.errors import BadFile, Unsupported, first_few
-from ostinato.files.checkpoint import Checkpoint
+from ostinato.files import mxfp4_pairs
+from ostinato.files.checkpoint import Checkpoint, TensorInfo
 from ostinato.files.fingerprint import fingerprint_of
 from ostinato.files.json_file import read_json_if_there, read_json_object
 from ostinato.files.mapped import MappedFile
@@ -46,12 +51,39 @@ class SafetensorsFolder(Checkpoint):
     format = "safetensors"
 
     def _open(self) -> None:
+        self._parts: dict[str, list[tuple[MappedFile, TensorInfo]]] = {}  # of tensors that are two in the files
         self.metadata = MappingProxyType(read_json_object(self.path / "config.json"))
         self.architecture = self._architecture()
         self._refuse_quantised()
         stated = read_json_if_there(self.path / "generation_config.json")
         self.generation_config: Mapping[str, Any] = MappingProxyType(stated)
         self._open_shards()
+        infos = {name: info for name, (_, info) in self._places.items()}
+        self._pairs = {} if not self.metadata.get("quantization_config") else mxfp4_pairs.joined(infos, self.path)
+        for stem, info in self._pairs.items():
+            self._parts[stem] = [self._places.pop(stem + end) for end in (mxfp4_pairs.BLOCKS, mxfp4_pairs.SCALES)]
+            self._places[stem] = (self._parts[stem][0][0], info)
+
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        if name not in self._parts:
+            return super().raw(name)
+        return self.raw_rows(name, 0, math.prod(self._pairs[name].shape[:-1]))
+
+    def raw_rows(self, name: str, first: int, last: int) -> NDArray[np.uint8]:
+        """Of MXFP4 weights, new arrays."""
+        if name not in self._parts:
+            return super().raw_rows(name, first, last)
+        n_rows = math.prod(self._pairs[name].shape[:-1])
+        blocks, scales = (file.view(info.start, info.n_bytes).reshape(n_rows, -1) for file, info in self._parts[name])
+        return mxfp4_pairs.as_rows(blocks[first:last].reshape(last - first, -1, 16), scales[first:last])
+
+    def let_go(self, name: str, first: int, last: int) -> None:
+        if name not in self._parts:
+            return super().let_go(name, first, last)
+        n_rows = math.prod(self._pairs[name].shape[:-1])
+        for file, info in self._parts[name]:
+            row_bytes = info.n_bytes // n_rows
+            file.let_go(info.start + first * row_bytes, (last - first) * row_bytes)
 
     def _architecture(self) -> str:
         names = self.metadata.get("architectures")
@@ -65,8 +97,8 @@ class SafetensorsFolder(Checkpoint):
     def _refuse_quantised(self) -> None:
         for key in ("quantization_config", "compression_config"):
             config = self.metadata.get(key)
-            if config:
-                method = config.get("quant_method") if isinstance(config, dict) else None
+            method = config.get("quant_method") if isinstance(config, dict) else None
+            if config and method != "mxfp4":
                 raise Unsupported(
                     f"{self.path / 'config.json'}: the weights are quantised ({key}: {str(method)[:80]}); GPTQ, "
                     f"AWQ, FP8, bitsandbytes and their like are not read: give the F32, F16 or BF16 model, or "

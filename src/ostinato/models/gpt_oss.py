@@ -22,7 +22,7 @@ from ostinato.models.shape import (
     sliding_from_config,
     sliding_from_gguf,
 )
-from ostinato.models.tensors import SWAPPED, Transform
+from ostinato.models.tensors import AS_IT_IS, SWAPPED, Transform
 
 GLOBAL_EVERY = 2
 LIMIT, ALPHA = 7.0, 1.702  # of clamped SwiGLU
@@ -52,6 +52,11 @@ def _completed(shape: Shape, sliding: Sequence[bool], window: int, experts: Expe
     return replace(shape, attention_bias=True, activation="clamped_swiglu", experts=experts)
 
 
+def _gate_then_up(n: int) -> NDArray[np.intp]:
+    """Of rows that are gate's and up's in turn, which are gate's and then which are up's."""
+    return np.concatenate((np.arange(0, n, 2), np.arange(1, n, 2)))
+
+
 def _in_turn(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """Gate and up [n, 2 * ff, ...] in turn become gate, then up."""
     return np.concatenate((rows[:, ::2], rows[:, 1::2]), 1)
@@ -73,8 +78,12 @@ GPT_OSS = Family(
     },
     gguf_names={"blk.*.post_attention_norm": "blk.*.ffn_norm"},
     config_transforms={
-        "ffn_gate_up_exps.weight": replace(SWAPPED, values=lambda stored: _in_turn(stored.swapaxes(1, 2))),
+        "ffn_gate_up_exps.weight": Transform(
+            SWAPPED.shape,
+            lambda stored: _in_turn(stored.swapaxes(1, 2)),
+            quantised=Transform(rows=_gate_then_up),
+        ),
         "ffn_gate_up_exps.bias": Transform(values=_in_turn),
-        "ffn_down_exps.weight": SWAPPED,
+        "ffn_down_exps.weight": replace(SWAPPED, quantised=AS_IT_IS),
     },
 )

@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 
 from ostinato.errors import BadFile, first_few
 from ostinato.files.checkpoint import rounded
+from ostinato.files.quants import BLOCKS
 
 if TYPE_CHECKING:
     from ostinato.files.checkpoint import Checkpoint, TensorInfo
 
 NOT_WEIGHTS: Final = frozenset({"I8", "I16", "I32", "I64", "BOOL", "U8", "U16", "U32", "U64"})
+QUANTISED: Final = frozenset(type for type, block in BLOCKS.items() if block.elements > 1)
 LEAVES: Final = {"gamma": "weight", "beta": "bias"}  # how the first files of bert call them
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 Sizes = tuple[int, ...]
@@ -152,11 +154,16 @@ def is_whole(names: tuple[str, ...]) -> bool:
 @dataclass(frozen=True, slots=True)
 class Transform:
     """How a format keeps a tensor otherwise: the shape there, given ours, and how its values, float32, become ours.
-    `unless`: of the shape there and the width of embeddings, whether this file keeps it as we do."""
+
+    `unless`: of the shape there and the width of embeddings, whether this file keeps it as we do. `rows`: of a matrix
+    of so many rows, which of the file's each of ours is; it changes nothing else, so that quantised rows stay as they
+    are. `quantised`: the transform in place of this one, where the file keeps blocks."""
 
     shape: Callable[[Sizes], Sizes] = lambda ours: ours
     values: Callable[[NDArray[np.float32]], NDArray[np.float32]] = lambda stored: stored
     unless: Callable[[Sizes, int], bool] | None = None
+    rows: Callable[[int], NDArray[np.intp]] | None = None
+    quantised: Transform | None = None
 
 
 def _minus_exp(stored: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -173,7 +180,7 @@ SWAPPED: Final = Transform(lambda ours: (ours[0], ours[2], ours[1]), lambda stor
 COLUMN: Final = Transform(shape=lambda ours: (*ours, 1))  # a vector as a matrix of one column
 FLAT: Final = Transform(shape=lambda ours: (math.prod(ours),))  # rows one after the other
 CHANNELS: Final = Transform(shape=lambda ours: (ours[0], 1, *ours[1:]))  # a convolution of each channel alone
-_AS_IT_IS: Final = Transform()
+AS_IT_IS: Final = Transform()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,17 +206,46 @@ class TensorTable:
 
     def is_as_stored(self, name: str) -> bool:
         """Whether the format keeps a tensor as we want it."""
-        return self._transform(name) is _AS_IT_IS
+        return self._transform(name) is AS_IT_IS
+
+    def keeps_rows(self, name: str) -> bool:
+        """Whether the format keeps the rows of a tensor as we want them, in whatever order."""
+        return self.is_as_stored(name) or self._transform(name).rows is not None
 
     def raw(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of the file."""
-        return self.checkpoint.raw(self.names[name])
+        """The bytes of the file, rows in our order."""
+        if self.is_as_stored(name):
+            return self.checkpoint.raw(self.names[name])
+        return self.raw_rows(name, 0, math.prod(self.info(name).shape[:-1]))
+
+    def raw_rows(self, name: str, first: int, last: int) -> NDArray[np.uint8]:
+        """Rows [first, last) of `raw`."""
+        if self.is_as_stored(name):
+            return self.checkpoint.raw_rows(self.names[name], first, last)
+        theirs = self._stored_rows(name, first, last)
+        begin = int(theirs.min())
+        return self.checkpoint.raw_rows(self.names[name], begin, int(theirs.max()) + 1)[theirs - begin]
+
+    def let_go(self, name: str, first: int, last: int) -> None:
+        """Rows [first, last) of ours were read and are not needed in memory any more."""
+        theirs = np.array([first, last - 1]) if self.is_as_stored(name) else self._stored_rows(name, first, last)
+        self.checkpoint.let_go(self.names[name], int(theirs.min()), int(theirs.max()) + 1)
+
+    def _stored_rows(self, name: str, first: int, last: int) -> NDArray[np.intp]:
+        """The file's numbers of our rows [first, last), where it keeps them in another order."""
+        order = self._transform(name).rows
+        assert order is not None, f"the file does not keep the rows of {name} as we do"
+        n = self.info(name).shape[-2]
+        ours = np.arange(first, last)
+        return ours // n * n + order(n)[ours % n]
 
     def values(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         """The values as we want them, in a new array; of the file's shape, or as the transform leaves it."""
         as_stored = self.is_as_stored(name)
         out = np.empty(self.info(name).shape, dtype if as_stored else np.float32)
         self.checkpoint.read(self.names[name], out)
+        if (order := self._transform(name).rows) is not None:
+            out = out[..., order(out.shape[-2]), :]
         return out if as_stored else np.ascontiguousarray(rounded(self._transform(name).values(out), dtype))
 
     def check(self, references: Iterable[Reference], spare: Iterable[str] = ()) -> None:
@@ -240,9 +276,11 @@ class TensorTable:
             raise BadFile(f"{path}: the tensor {found.name} holds {found.type}, which no weights are")
 
     def _transform(self, name: str) -> Transform:
-        found = self.transforms.get(without_layer(name), _AS_IT_IS)
+        found = self.transforms.get(without_layer(name), AS_IT_IS)
+        if found.quantised is not None and self.info(name).type in QUANTISED:
+            return found.quantised
         if found.unless is not None and found.unless(self.info(name).shape, self.info("token_embd.weight").shape[-1]):
-            return _AS_IT_IS
+            return AS_IT_IS
         return found
 
 

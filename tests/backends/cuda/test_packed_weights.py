@@ -152,6 +152,20 @@ def test_what_stays_packed_is_a_matrix_or_experts_of_whole_blocks() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("form", ["gguf", "original"])
+def test_experts_in_mxfp4_stay_packed_from_both_formats(form: str, tiny_files: Path) -> None:
+    """A folder has gate and up row by row in turn, exponents apart, and other columns in a byte."""
+    path = tiny.written("gpt-oss-mxfp4", form, tiny_files)
+    layer, twin = (loaded(path, packed=packed).layers[1] for packed in (True, False))
+    assert isinstance(layer.mlp, Experts)
+    assert twin.mlp is not None
+    weights = layer.mlp.gate_up, layer.mlp.down
+    assert all(isinstance(weight, Packed) and weight.type == "MXFP4" for weight in weights)
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(through_mlp(TWINS, layer.mlp, x), through_mlp(TWINS, twin.mlp, x))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_a_file_with_quantised_experts_computes_the_same_packed(name: str, tmp_path: Path) -> None:
     config, tensors = tiny.parts_of(name, tmp_path)

@@ -59,6 +59,9 @@ class Bytes:
     def read(self, name: str, out: NDArray[Any]) -> None:
         fill(self.tensors[name], self._raw[name], out)
 
+    def raw_rows(self, name: str, first: int, last: int) -> NDArray[np.uint8]:
+        return self.raw(name)[first:last]
+
     def let_go(self, name: str, first: int, last: int) -> None:
         self.gone.append((name, first, last))
 
@@ -226,6 +229,17 @@ def test_experts_are_one_matrix_each(tiny_files: Path) -> None:
     assert isinstance(layer.mlp.down, tuple)
     assert len(layer.mlp.gate_up) == len(layer.mlp.down) == 4
     assert all(isinstance(pair, Stack) and len(pair.parts) == 2 for pair in layer.mlp.gate_up)
+
+
+@pytest.mark.parametrize("form", ["gguf", "original"])
+def test_experts_in_mxfp4_stay_packed_from_both_formats(form: str, tiny_files: Path) -> None:
+    layer = model_of(tiny.written("gpt-oss-mxfp4", form, tiny_files), tiles="wide").layers[0]
+    assert isinstance(layer.mlp, Experts)
+    assert isinstance(layer.mlp.gate_up, tuple)
+    assert isinstance(layer.mlp.down, tuple)
+    both = [part for pair in layer.mlp.gate_up if isinstance(pair, Stack) for part in pair.parts]
+    assert len(both) == 12
+    assert {part.type for part in (*both, *layer.mlp.down) if isinstance(part, TileMatrix)} == {"MXFP4"}
 
 
 def test_a_tied_head_is_the_embedding_itself(tiny_files: Path) -> None:

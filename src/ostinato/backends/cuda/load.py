@@ -92,7 +92,7 @@ class PackedLoader(DenseLoader):
     def _kept_as(self, name: str, cols: int) -> str | torch.dtype:
         """The type that a matrix is kept in: its own where it can be, else the dtype it is dequantised to."""
         type = self.table.info(name).type
-        if self.table.is_as_stored(name) and stays_packed(type, (1, cols)):
+        if self.table.keeps_rows(name) and stays_packed(type, (1, cols)):
             return type
         return torch.float16 if type == "F16" else self.dtype
 

@@ -163,7 +163,7 @@ class TileLoader:
 
     def _cut(self, name: str, n: int, rows: int, cols: int) -> list[TileMatrix]:
         """A tensor as n matrices of so many rows each."""
-        if self._table.is_as_stored(name):
+        if self._table.keeps_rows(name):
             return [self._rows(name, rows, cols, number * rows) for number in range(n)]
         return self._changed_rows(name, n, rows, cols)
 
@@ -188,9 +188,9 @@ class TileLoader:
 
     def _pack(self, name: str, first: int, tiles: TileMatrix, start: int, stop: int) -> None:
         stored = self._table.info(name)
-        raw = self._table.raw(name)[first + start : first + stop]
+        raw = self._table.raw_rows(name, first + start, first + stop)
         fill_tiles(tiles, raw if stored.type == tiles.type else requantised(raw, stored.type, tiles.type), start)
-        self._table.checkpoint.let_go(stored.name, first + start, first + stop)
+        self._table.let_go(name, first + start, first + stop)
 
     def _pack_heads(self, reference: HeadMatrices, matrices: list[TileMatrix]) -> None:
         dtype = _ROUNDED.get(matrices[0].type, _FLOAT32)
