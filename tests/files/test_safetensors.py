@@ -128,11 +128,33 @@ def test_whole_numbers_are_listed_and_odd_ones_refused_when_read(tmp_path: Path)
         file.read("mask", np.empty(1, np.float32))
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors", "mxfp4"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors"])
 def test_quantised_models_are_refused_by_name(model: Path, method: str) -> None:
     folder_with(model, {**CONFIG, "quantization_config": {"quant_method": method, "bits": 4}})
     with pytest.raises(Unsupported, match=f"quantised .quantization_config: {method}.*GGUF"):
         open_checkpoint(model)
+
+
+def test_mxfp4_blocks_and_their_scales_are_one_tensor(tmp_path: Path) -> None:
+    """Two columns of a byte are neighbours, the first in its low nibble."""
+    random = torch.Generator().manual_seed(1)
+    blocks = torch.randint(256, (2, 3, 2, 16), dtype=torch.uint8, generator=random)
+    scales = torch.randint(120, 135, (2, 3, 2), dtype=torch.uint8, generator=random)
+    save_file({"w_blocks": blocks, "w_scales": scales, "plain": torch.ones(3)}, tmp_path / SINGLE)
+    folder_with(tmp_path, {**CONFIG, "quantization_config": {"quant_method": "mxfp4"}})
+    size = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    with open_checkpoint(tmp_path) as file:
+        assert (file.tensors["w"].type, file.tensors["w"].shape) == ("MXFP4", (2, 3, 64))
+        assert file.tensors.keys() == {"w", "plain"}
+        out = np.empty((2, 3, 64), np.float32)
+        file.read("w", out)
+        assert np.array_equal(file.raw("w")[2:5], file.raw_rows("w", 2, 5))
+        file.let_go("w", 0, 6)
+    for expert, row, column in np.ndindex(out.shape):
+        byte = int(blocks[expert, row, column // 32, column % 32 // 2])
+        nibble = byte >> 4 if column % 2 else byte & 15
+        value = (-1 if nibble & 8 else 1) * size[nibble & 7] * 2.0 ** (int(scales[expert, row, column // 32]) - 127)
+        assert out[expert, row, column] == value
 
 
 def test_float8_weights_are_refused_by_name(tmp_path: Path) -> None:
