@@ -116,7 +116,8 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
         "phi3": (PHI3, plain.with_attention(rope=part)),
         "phi3-long": (PHI3, replace(plain, family="phi3").with_attention(rope=two_sets)),
         "gpt2": (GPT2, gpt2),
-        "olmo2": (OLMO2, plain.with_attention(qk_norm="rows")),
+        # With what muse-glimmer has besides its gates.
+        "olmo2": (OLMO2, replace(plain.with_attention(qk_norm="rows"), embedding_norm=True, after_norm_eps=1e-3)),
         "hunyuan-dense": (HUNYUAN_DENSE, plain.with_attention(qk_norm="after_rope", rope=(part, rope))),
         "gptneox": (GPTNEOX, replace(gpt2.with_attention(rope=part), parallel=True, activation="gelu")),
         "cohere2": (COHERE2, scaled(plain, 0.7).with_attention(window=(20, None), rope=(nearby, None))),

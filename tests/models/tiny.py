@@ -64,6 +64,14 @@ _OLMO3: Final[Mapping[str, Any]] = {
     },
 }
 _ALPHA: Final[Mapping[str, Any]] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0}
+_MUSE: Final[Mapping[str, Any]] = {
+    "num_hidden_layers": 5,
+    "head_dim": 32,
+    "sliding_window": WINDOW,
+    "output_multiplier": 0.9,
+    "final_logit_softcapping": 3.0,
+    "qk_scale_factor": 2.5,
+}
 _GRANITE: Final[Mapping[str, Any]] = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.35,
@@ -366,6 +374,9 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         "mistral3": _ministral3("Ministral3ForCausalLM"),
         "mistral3-vision": _with_vision(
             "Mistral3ForConditionalGeneration", "mistral3", _ministral3("Ministral3ForCausalLM"), _VISION
+        ),
+        "muse-glimmer": _with_vision(
+            "MuseGlimmerForConditionalGeneration", "muse-glimmer", _made("MuseGlimmerTextModel", None, **_MUSE), _VISION
         ),
         "phi3": _phi3(),
         "phi3-window": _phi3(sliding_window=WINDOW),

@@ -19,7 +19,9 @@ from tests.models import tiny_text, tiny_weights
 
 Config = Mapping[str, Any]
 # Architectures whose converter is llama's: rows of Q and K stand so that rotary pairs are neighbours.
-PAIRED: Final = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "arcee", "mistral3")
+PAIRED: Final = (
+    "llama", "smollm3", "granite", "granitemoe", "granitehybrid", "arcee", "mistral3", "muse-glimmer",
+)  # fmt: skip
 
 
 def write(
@@ -34,7 +36,9 @@ def write(
     vocabulary: Callable[[Any], None] | None = None,
 ) -> None:
     """One GGUF file at `path`, or `parts` of them named after it; `change` may spoil the metadata before."""
-    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    # The package lacks the name: gemma3's tensors are called alike.
+    known = {"muse-glimmer": "gemma3"}.get(architecture, architecture)
+    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == known)
     converted = list(_converted(architecture, config, tensors))
     per_part = math.ceil(len(converted) / parts) if parts > 1 else 0
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=per_part)
@@ -109,12 +113,15 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
         writer.add_rope_dimension_count(int(_rope(config).get("partial_rotary_factor", 1.0) * head_width))
     if architecture in ("stablelm", "gptneox"):
         writer.add_parallel_residual(config["use_parallel_residual"])
-    if architecture in ("olmo2", "exaone4", "cohere2") and config.get("sliding_window"):
+    if architecture in ("olmo2", "exaone4", "cohere2", "muse-glimmer") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
-    if architecture in ("olmo2", "exaone4") and config.get("sliding_window"):
+    if architecture in ("olmo2", "exaone4", "muse-glimmer") and config.get("sliding_window"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if architecture in ("command-r", "cohere2"):
         writer.add_logit_scale(config["logit_scale"])
+    if architecture == "muse-glimmer":
+        writer.add_logit_scale(config["output_multiplier"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     if architecture == "mistral3":
         writer.add_rope_scaling_yarn_log_mul(_rope(config)["mscale_all_dim"])
         writer.add_attn_temperature_scale(_rope(config)["llama_4_scaling_beta"])
@@ -449,8 +456,16 @@ def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor])
             value = _in_pairs(value, config["num_attention_heads"])
         elif architecture in PAIRED and name.endswith(("k_proj.weight", "k_proj.bias")):
             value = _in_pairs(value, config["num_key_value_heads"])
-        elif architecture.startswith("gemma") and name.endswith("norm.weight"):
+        elif (architecture.startswith("gemma") and name.endswith("norm.weight")) or (
+            architecture == "muse-glimmer" and name.endswith("layernorm.weight")
+        ):
             value = value + 1
+        elif architecture == "muse-glimmer" and name.endswith("gate_proj.weight") and "self_attn" in name:
+            # The factor of queries becomes the weights of their norm.
+            at, width = f"blk.{name.split('.')[2]}", config["head_dim"]
+            yield f"{at}.attn_q_norm.weight", torch.full((width,), float(config["qk_scale_factor"]))
+            yield f"{at}.attn_k_norm.weight", torch.ones(width)
+            name = f"{at}.attn_gate.weight"
         elif name.endswith("shared_expert_gate.weight"):
             value = value.squeeze(0)
         elif architecture == "gptneox" and "query_key_value" in name:

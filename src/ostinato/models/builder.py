@@ -77,14 +77,18 @@ class Builder:
         """One tensor of the file as it is. `exact`: few numbers, used in float32, whatever the model's dtype."""
         return StackedTensors((name,), (sizes,), exact)
 
-    def norm(self, name: str, width: int | None = None, *, bias: NormBias = False) -> Norm:
+    def norm(self, name: str, width: int | None = None, *, bias: NormBias = False, eps: float | None = None) -> Norm:
         """An RMS norm, or with `bias` a layer norm, over `width` (the hidden size unless said)."""
-        size = width or self.shape.hidden
+        size, eps = width or self.shape.hidden, eps or self.shape.norm_eps
         weight = self.tensor(f"{name}.weight", size, exact=True)
         if bias == "zero":
-            return Norm(weight, Constant((size,), (0.0,), exact=True), self.shape.norm_eps)
+            return Norm(weight, Constant((size,), (0.0,), exact=True), eps)
         shift = self.tensor(f"{name}.bias", size, exact=True) if bias else None
-        return Norm(weight, shift, self.shape.norm_eps)
+        return Norm(weight, shift, eps)
+
+    def unit_norm(self, width: int) -> Norm:
+        """An RMS norm without weights."""
+        return Norm(Constant((width,), (1.0,), exact=True), None, self.shape.norm_eps)
 
     def linear(
         self,
@@ -125,7 +129,7 @@ class Builder:
         unless said. `sandwich`: a norm after each half, too; without `before`, that one alone; `one_norm`: of a
         parallel layer, for both. Further words are those of `attention`."""
         s, at, own = self.shape, f"blk.{layer}.", self.shape.layers[layer]
-        mixes = own.attention is not None or own.recurrent is not None
+        mixes, after_eps = own.attention is not None or own.recurrent is not None, s.after_norm_eps
         feeds = own.ff_width > 0 or (s.experts is not None and layer not in s.experts.dense_layers)
         return Layer(
             attention_norm=self.norm(at + "attn_norm", bias=norm_bias) if mixes and before else None,
@@ -133,11 +137,11 @@ class Builder:
             attention_in=s.multipliers.attention_in,
             mixer=None if own.recurrent is None else self.mixer(layer),
             mixer_in=s.multipliers.mixer_in,
-            after_attention=self.norm(at + "post_attention_norm") if mixes and sandwich else None,
+            after_attention=self.norm(at + "post_attention_norm", eps=after_eps) if mixes and sandwich else None,
             mlp_norm=self.norm(at + "ffn_norm", bias=norm_bias) if feeds and before and not one_norm else None,
             mlp=(mlp or Builder.mlp)(self, layer) if feeds else None,
             parallel=s.parallel,
-            after_mlp=self.norm(at + "post_ffw_norm") if feeds and sandwich else None,
+            after_mlp=self.norm(at + "post_ffw_norm", eps=after_eps) if feeds and sandwich else None,
         )
 
     def _any_attention(self, layer: int, own: AttentionShape | None, **words: bool) -> AnyAttention | None:
@@ -151,15 +155,18 @@ class Builder:
         """`fused`: the file keeps q, k and v as one tensor already. Biases and gates as the shape says."""
         s, at, bias, own = self.shape, f"blk.{layer}.", self.shape.attention_bias, self.shape.layers[layer].attention
         assert own is not None
-        into = own.qkv_widths
+        into: tuple[int, ...] = own.qkv_widths
         if fused:
             qkv = self.linear(at + "attn_qkv", sum(into), s.hidden, bias=bias)
         else:
-            qkv = self.linear([at + "attn_q", at + "attn_k", at + "attn_v"], into, s.hidden, bias=bias)
+            names = ["attn_q", "attn_k", "attn_v"]
+            if own.gates_apart:
+                names, into = ["attn_q", "attn_gate", *names[1:]], (into[0] // 2, into[0] // 2, *into[1:])
+            qkv = self.linear([at + name for name in names], into, s.hidden, bias=bias)
         out_bias = bias if out_bias is None else out_bias
         out_scale = self.scale([s.hidden], [s.multipliers.attention_out])
         out = self.linear(at + "attn_output", s.hidden, own.out_width, bias=out_bias, scale=out_scale)
-        q_width, k_width = into[:2] if own.qk_norm == "rows" else (own.head_width, own.head_width)
+        q_width, k_width = own.qkv_widths[:2] if own.qk_norm == "rows" else (own.head_width, own.head_width)
         q_norm = self.norm(at + "attn_q_norm", q_width) if qk_norm else None
         k_norm = self.norm(at + "attn_k_norm", k_width) if qk_norm else None
         sinks = self.tensor(at + "attn_sinks.weight", own.n_heads, exact=True) if own.sinks else None
@@ -387,7 +394,8 @@ class Builder:
             spare = ROPE_FACTORS | {"output.weight"}  # some files repeat the embedding under this name
         else:
             head, spare = self.linear("output", s.vocab, s.hidden, bias=bias, scale=scale), ROPE_FACTORS
-        return ModelBlocks(s, embedding, positions, layers, norm, head, spare=spare)
+        own_norm = self.unit_norm(s.hidden) if s.embedding_norm else None
+        return ModelBlocks(s, embedding, positions, layers, norm, head, embedding_norm=own_norm, spare=spare)
 
     def positions(self) -> StackedTensors:
         return self.tensor("position_embd.weight", self.shape.context, self.shape.hidden)

@@ -32,7 +32,9 @@ COMMON_NAMES: Mapping[str, str] = {
 PROJECTIONS: Mapping[str, str] = {f"{number}_Dense.linear": f"dense_{number}" for number in (2, 3)}
 # Parts of a checkpoint that are recognised, left out of memory and said, by what they are for.
 LEFT_OUT: Mapping[str, re.Pattern[str]] = {
-    "pictures": re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|embed_vision)\..*"),
+    "pictures": re.compile(
+        r"(model\.)?(vision_(tower|model|adapter|projection)|visual|multi_modal_projector|embed_vision)\..*"
+    ),
     "sounds": re.compile(r"(model\.)?(audio_tower|embed_audio)\..*"),
 }
 # Layers that predict further tokens: here, or numbered on after the model's own (`fields.py`, `n_further_layers`).

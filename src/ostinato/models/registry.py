@@ -35,6 +35,7 @@ from ostinato.models.mamba import MAMBA, MAMBA2
 from ostinato.models.mistral3 import MISTRAL3
 from ostinato.models.mixtral import MIXTRAL
 from ostinato.models.modern_bert import MODERN_BERT
+from ostinato.models.muse_glimmer import MUSE_GLIMMER
 from ostinato.models.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from ostinato.models.olmo2 import OLMO2, OLMO3
 from ostinato.models.olmoe import OLMOE
@@ -58,7 +59,7 @@ FAMILIES: Final = (
     NOMIC_BERT, XLM_ROBERTA, SMOLLM3, GRANITE, QWEN3_VL, QWEN2_MOE, OLMO2, OLMO3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5,
     HUNYUAN_DENSE, ARCEE, STARCODER2, STABLELM, PHI2, GPTNEOX, COMMAND_R, COHERE2, QWEN3_VL_MOE, GLM4_MOE,
     ERNIE4_5_MOE, GRANITE_MOE, OLMOE, MISTRAL3, GPT_OSS, LFM2, QWEN35, NEMOTRON_H, GRANITE_HYBRID, LFM2_MOE,
-    QWEN35_MOE, QWEN3_NEXT, NEMOTRON_H_MOE, DEEPSEEK2,
+    QWEN35_MOE, QWEN3_NEXT, NEMOTRON_H_MOE, DEEPSEEK2, MUSE_GLIMMER,
 )  # fmt: skip
 
 BY_GGUF: Final[Mapping[str, Family]] = MappingProxyType({f.name: f for f in FAMILIES if f.in_gguf})

@@ -198,6 +198,7 @@ class AttentionShape:
     qk_norm: QKNorm = "heads"  # where there are such norms
     temperature: QueryTemperature | None = None
     gated: bool = False  # queries are twice as wide: a query and a gate on the output for each head
+    gates_apart: bool = False  # the gates of all heads stand behind all queries, else each behind its own
     sinks: bool = False  # each head has one more score in its softmax, a number of its own that stands for no value
     latent: LatentShape | None = None  # with it the last `value_width` numbers of a key are its value
 
@@ -264,6 +265,8 @@ class Shape:
     activation: Activation = "silu"
     logit_softcap: float | None = None
     embedding_scale: float | None = None
+    embedding_norm: bool = False  # embedded rows are normed, without weights
+    after_norm_eps: float | None = None  # of norms behind blocks, where it is another one
     experts: ExpertShape | None = None
     attention_bias: bool = False
     parallel: bool = False  # attention and feed-forward take in the same row

@@ -189,6 +189,8 @@ class FusedChunks:
 
     def _bound(self, rows: int) -> list[Launch]:
         launches: list[Launch] = [self._embedding(rows)]
+        if (norm := self._model.embedding_norm) is not None:
+            launches.append(self._after(norm, self._x[:rows]))
         for number, layer in enumerate(self._model.layers):
             launches += self._layer(number, plain_layer(layer), rows)
         return launches

@@ -207,19 +207,23 @@ class FusedPlan:
         self._nodes.append(Node(name, kind, run, (*reads, "table", *names), writes, int(n_bytes * share), n_launches))
 
     def _embed(self) -> None:
-        model, s = self._model, self.step
+        model = self._model
+        norm, following = model.embedding_norm, self._next_norm(-1)
+        out, stats, prepared = self._residual_or_y(norm, following)
         run = self._kernels.embed(
             model.embedding,
-            s.x,
-            s.stats,
+            out,
+            stats,
             self._rows,
             self._table["token"],
             scale=model.shape.embedding_scale,
             positions=model.position_embedding,
-            prepared=self._prepared(self._next_norm(-1)),
+            prepared=prepared,
         )
         # A row of the embedding is read, not all of it.
-        self._add("embed", "embed", run, (), ("x", *self._beside_x))
+        self._add("embed", "embed", run, (), ("x", *self._beside_x) if norm is None else ("y", "y_stats"))
+        if norm is not None:
+            self._add_norm("embed", norm, following, fresh=True)
 
     def _layer(self, number: int, layer: Layer) -> None:
         attention, mixer, mlp = attention_of(layer), layer.mixer, layer.mlp
@@ -395,10 +399,10 @@ class FusedPlan:
         s = self.step
         return (s.x, s.stats, self._prepared(following)) if after is None else (s.y, s.y_stats, None)
 
-    def _add_norm(self, name: str, after: Norm, following: Norm | None) -> None:
+    def _add_norm(self, name: str, after: Norm, following: Norm | None, *, fresh: bool = False) -> None:
         s, prepared = self.step, self._prepared(following)
         run = self._kernels.add_norm(
-            s.x, s.y, s.y_stats, after.weight, after.eps, s.stats, self._rows, prepared=prepared
+            s.x, s.y, s.y_stats, after.weight, after.eps, s.stats, self._rows, prepared=prepared, fresh=fresh
         )
         reads, writes = ("x", "y", "y_stats"), ("x", *self._beside_x)
         self._add(f"{name}.norm", "norm", run, reads, writes, {f"{name}.norm": after.weight})

@@ -185,6 +185,7 @@ def why_not_shape(shape: Shape) -> str | None:
         (shape.multipliers == type(shape.multipliers)() and shape.embedding_scale is None, "multipliers"),
         (first.qk_norm == "heads", "QK norms over whole rows or after the rotation"),
         (not shape.parallel, "attention and feed-forward in parallel"),
+        (not shape.embedding_norm and shape.after_norm_eps is None, "a norm behind the embedding"),
         (first.temperature is None, "queries that grow with their position"),
         (first.latent is None, "multi-head latent attention"),
         (not first.gated, "gates on the output of attention"),

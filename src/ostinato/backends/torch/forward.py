@@ -36,6 +36,7 @@ from ostinato.models.blocks import (
     RankingHead,
     ShortConvMixer,
 )
+from ostinato.models.shape import AttentionShape
 
 # What positions make of a forward's rows: cosines and sines for each kind of rope, factors of queries [rows, 1, 1].
 Angles: TypeAlias = Mapping[Any, tuple[Tensor, ...]]  # by `Rope` and `QueryTemperature`
@@ -70,6 +71,15 @@ def normed(ops: Ops, norm: Norm | None, x: Tensor) -> Tensor:
     if norm.bias is None:
         return ops.rms_norm(x, norm.weight, norm.eps)
     return ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
+
+
+def _queries_and_gates(s: AttentionShape, q: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Rows of queries and gates [rows, width] to [rows, heads, head width] of each."""
+    if s.gates_apart:
+        both = q.view(len(q), 2, s.n_heads, s.head_width)
+        return both[:, 0], both[:, 1]
+    q = q.view(len(q), s.n_heads, -1)
+    return (q[..., : s.head_width], q[..., s.head_width :]) if s.gated else (q, None)
 
 
 def _scaled(x: Tensor, factor: float) -> Tensor:
@@ -159,8 +169,8 @@ class Forward:
         s, ops = block.shape, self.ops
         queries, keys, values = s.qkv_widths
         q, k, v = torch.split(through_linear(ops, block.qkv, x), [queries, keys, values], -1)
-        q, k, v = q.view(len(x), s.n_heads, -1), k.view(len(x), -1, s.head_width), v.view(len(x), -1, s.value_width)
-        q, gate = (q[..., : s.head_width], q[..., s.head_width :]) if s.gated else (q, None)
+        q, gate = _queries_and_gates(s, q)
+        k, v = k.view(len(x), -1, s.head_width), v.view(len(x), -1, s.value_width)
         if s.qk_norm != "after_rope":
             q, k = self._qk_normed(block, q, k)
         if s.rope is not None:

@@ -28,6 +28,7 @@ def bind_add_norm(
     rows: StepRows,
     *,
     prepared: PreparedInput | None = None,
+    fresh: bool = False,
 ) -> TritonLaunch:
     """Check everything once and return the launch."""
     device, n_slots, hidden = x.device, rows.n_slots, x.shape[1]
@@ -35,15 +36,16 @@ def bind_add_norm(
         "y": checked("y", y, dtype=torch.float32, shape=(n_slots, hidden), device=device),
         "y_stats": checked("y_stats", y_stats, dtype=torch.float32, shape=(n_slots, n_stats(hidden), 2), device=device),
         "weight": checked("weight", weight, dtype=FLOATS, shape=(hidden,), device=device),
-        **{"eps": eps, "STATS": triton.next_power_of_2(n_stats(hidden))},
+        **{"eps": eps, "STATS": triton.next_power_of_2(n_stats(hidden)), "FRESH": fresh},
     }
     return TritonLaunch.of(add_norm_kernel, grid_of(n_slots, hidden), given, num_warps=4)
 
 
 @triton.jit
 def add_norm_kernel(
-    y, y_stats, weight, out, n_rows, eps, HIDDEN: tl.constexpr, BLOCKS: tl.constexpr, STATS: tl.constexpr
-):
+    y, y_stats, weight, out, n_rows, eps, HIDDEN: tl.constexpr, BLOCKS: tl.constexpr, STATS: tl.constexpr,
+    FRESH: tl.constexpr,
+):  # fmt: skip
     N_STATS: tl.constexpr = (HIDDEN + 15) // 16
     row = tl.program_id(0)
     if row < tl.load(n_rows):
@@ -56,5 +58,5 @@ def add_norm_kernel(
         at = row * HIDDEN + column
         normed = tl.load(y + at, mask=there, other=0.0) * root
         normed = normed * tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
-        value = tl.load(out.x + at, mask=there, other=0.0) + normed
+        value = normed if FRESH else tl.load(out.x + at, mask=there, other=0.0) + normed
         write_x(value, row, block, column, there, out, HIDDEN)
