@@ -104,7 +104,7 @@ class _Layer(Structure):
         ("cache", _Cache),
         *((name, c_int) for name in ("window", "rope", "ff_width", "group", "gated")),
         *((name, c_int) for name in ("qk_norm", "parallel", "n_heads", "n_kv_heads", "head_width")),
-        *((name, c_int) for name in ("has_gates", "temperature_span")),
+        *((name, c_int) for name in ("gates", "temperature_span")),
         *((name, c_float) for name in ("query_scale", "softcap", "temperature", "attention_scale")),
     )
 
@@ -344,7 +344,7 @@ class NativeStep:
         out.cache, out.group = _cache(memory.layers[number]), memory.group_of[number]
         out.window, out.rope = s.window or 0, -1 if s.rope is None else ropes.index(s.rope)
         out.n_heads, out.n_kv_heads, out.head_width = s.n_heads, s.n_kv_heads, s.head_width
-        out.has_gates = s.gated
+        out.gates = s.gated + s.gates_apart
         out.query_scale, out.softcap = s.query_scale, s.softcap or 0.0
         out.qk_norm, out.sinks = _QK_NORMS.index(s.qk_norm), self._table(attention.sinks)
         if s.temperature is not None:

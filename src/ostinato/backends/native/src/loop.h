@@ -58,6 +58,9 @@ struct Mixer {
 };
 
 enum MixerKind { MAMBA, MAMBA2, SHORT_CONV, DELTA };
+// Where the gates on what query heads have seen stand: nowhere, each behind its query, all behind all queries.
+enum Gates { NO_GATES, BEHIND_QUERY, BEHIND_QUERIES };
+
 // What q_norm and k_norm are of: each head before its rotation, all heads of a row, each head after its rotation.
 enum QkNorm { OF_HEADS, OF_ROWS, AFTER_ROPE };
 
@@ -83,7 +86,7 @@ struct Layer {
     int qk_norm;   // of `QkNorm`
     int parallel;  // the MLP takes in what attention did, before the residual gains
     int n_heads, n_kv_heads, head_width;
-    int has_gates;  // on what query heads have seen; each stands behind its query
+    int gates;  // of `Gates`
     int temperature_span;        // positions after which queries grow; 0: never
     float query_scale, softcap;  // 0: no cap
     float temperature;
@@ -93,8 +96,10 @@ struct Layer {
     const float* sink_of(int head) const { return sinks ? sinks + head : nullptr; }
     int queries() const { return n_heads / n_kv_heads; }  // that share a key head
     int attended_width() const { return n_heads * head_width; }
-    int query_step() const { return has_gates ? 2 * head_width : head_width; }
-    int qkv_width() const { return n_heads * query_step() + 2 * n_kv_heads * head_width; }
+    int query_step() const { return gates == BEHIND_QUERY ? 2 * head_width : head_width; }
+    int keys_at() const { return attended_width() * (gates ? 2 : 1); }
+    int gates_at() const { return gates == BEHIND_QUERY ? head_width : attended_width(); }
+    int qkv_width() const { return keys_at() + 2 * n_kv_heads * head_width; }
 };
 
 struct Rope {
@@ -662,7 +667,7 @@ struct ForwardPass {
     // A row's key and value of one head into its page.
     void keep(const Layer& layer, int row, const attention::Past& past) const {
         const int width = layer.head_width;
-        float* key = qkv + size_t(row) * qkv_stride + size_t(layer.n_heads) * layer.query_step() + size_t(past.kv) * width;
+        float* key = qkv + size_t(row) * qkv_stride + layer.keys_at() + size_t(past.kv) * width;
         turn(layer, row, layer.k_norm, key);
         attention::append(past, position_of(row), key, key + size_t(layer.n_kv_heads) * width);
     }
@@ -743,13 +748,12 @@ struct ForwardPass {
         }
     }
 
-    // What all heads of a row have seen: there already, or joined of the blocks.
     // What a row's heads have seen, each by its gate where there are gates.
     const float* gated_heads(team::Member& m, const Layer& layer, int row) {
         const float* seen = attended_row(m, layer, row);
-        if (!layer.has_gates) return seen;
+        if (!layer.gates) return seen;
         float* to = normed_row(m, row);
-        const float* gate = qkv + size_t(row) * qkv_stride + layer.head_width;
+        const float* gate = qkv + size_t(row) * qkv_stride + layer.gates_at();
         if (to != seen) memcpy(to, seen, layer.attended_width() * sizeof(float));
         for (int head = 0; head < layer.n_heads; head++)
             block::gate_by(to + size_t(head) * layer.head_width, gate + size_t(head) * layer.query_step(),
@@ -757,6 +761,7 @@ struct ForwardPass {
         return to;
     }
 
+    // What all heads of a row have seen: there already, or joined of the blocks.
     const float* attended_row(team::Member& m, const Layer& layer, int row) {
         float* there = attended + size_t(row) * attended_stride;
         if (is_chunk || !shared_by_block(layer)) return there;
