@@ -18,6 +18,7 @@ from ostinato.models.llama import LLAMA
 from ostinato.models.mamba import MAMBA, MAMBA2, without_attention
 from ostinato.models.mistral3 import MISTRAL3
 from ostinato.models.mixtral import MIXTRAL
+from ostinato.models.muse_glimmer import MUSE_GLIMMER, glimmer
 from ostinato.models.olmo2 import OLMO2
 from ostinato.models.phi3 import PHI3
 from ostinato.models.qwen2 import QWEN2
@@ -45,7 +46,7 @@ from tests.random_model import RandomWeights
 FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen3moe", "mixtral", "gemma2", "gemma3", "phi3", "phi3-long", "gpt2", "smollm3",
     "granite", "qwen2moe", "latent experts", "olmo2", "hunyuan-dense", "gptneox", "cohere2", "mistral3", "uneven",
-    "gpt-oss",
+    "gpt-oss", "muse-glimmer",
 )  # fmt: skip
 RECURRENT = (
     "mamba", "falcon-mamba", "mamba2", "mamba2-limits", "falcon-h1", "falcon-h1-norm", "lfm2", "qwen35", "qwen35-tiled",
@@ -116,12 +117,12 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
         "phi3": (PHI3, plain.with_attention(rope=part)),
         "phi3-long": (PHI3, replace(plain, family="phi3").with_attention(rope=two_sets)),
         "gpt2": (GPT2, gpt2),
-        # With what muse-glimmer has besides its gates.
-        "olmo2": (OLMO2, replace(plain.with_attention(qk_norm="rows"), embedding_norm=True, after_norm_eps=1e-3)),
+        "olmo2": (OLMO2, plain.with_attention(qk_norm="rows")),
         "hunyuan-dense": (HUNYUAN_DENSE, plain.with_attention(qk_norm="after_rope", rope=(part, rope))),
         "gptneox": (GPTNEOX, replace(gpt2.with_attention(rope=part), parallel=True, activation="gelu")),
         "cohere2": (COHERE2, scaled(plain, 0.7).with_attention(window=(20, None), rope=(nearby, None))),
         "mistral3": (MISTRAL3, plain.with_attention(temperature=QueryTemperature(0.3, 6))),
+        "muse-glimmer": (MUSE_GLIMMER, glimmer(gemma, 0.7, 15.0, 1e-3)),
         "smollm3": (SMOLLM3, with_rope_where(plain, (True, False))),
         "uneven": (LLAMA, uneven(replace(plain, family="llama"))),
         "granite": (GRANITE, replace(multiplied(plain, 0.7, 3.0), embedding_scale=2.5)),

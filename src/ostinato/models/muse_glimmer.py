@@ -29,7 +29,7 @@ def shape_from_gguf(f: Description) -> Shape:
     sliding, window = sliding_from_gguf(f, shape.n_layers, GLOBAL_EVERY), f.integer("attention.sliding_window")
     shape = by_window(shape, sliding, window, local=shape.rope_kinds[0], whole=None)
     cap = f.positive("final_logit_softcapping") if f.has("final_logit_softcapping") else None
-    return _glimmer(shape, f.positive("logit_scale"), cap, AFTER_EPS)
+    return glimmer(shape, f.positive("logit_scale"), cap, AFTER_EPS)
 
 
 def shape_from_config(c: Description) -> Shape:
@@ -41,10 +41,10 @@ def shape_from_config(c: Description) -> Shape:
     sliding = sliding_from_config(c, n, 1) if listed else [bool((n - 1 - i) % GLOBAL_EVERY) for i in range(n)]
     shape = by_window(shape, sliding, c.integer("sliding_window", 2048), local=shape.rope_kinds[0], whole=None)
     cap, after_eps = c.positive("final_logit_softcapping", 20.0), c.positive("post_norm_eps", AFTER_EPS)
-    return _glimmer(shape, c.positive("output_multiplier"), cap, after_eps)
+    return glimmer(shape, c.positive("output_multiplier"), cap, after_eps)
 
 
-def _glimmer(shape: Shape, logit_scale: float, softcap: float | None, after_eps: float) -> Shape:
+def glimmer(shape: Shape, logit_scale: float, softcap: float | None, after_eps: float) -> Shape:
     return replace(
         shape.with_attention(gated=True, gates_apart=True),
         embedding_norm=True,

@@ -58,6 +58,7 @@ class LayerSizes:
     kv_heads: int
     width: int
     query_step: int  # from one query to the next: twice as wide where a gate stands behind it
+    keys_at: int  # the column of the first key
     d: int  # as wide or wider, a power of two
     n_rotary: int
     n_rope_sets: int  # with more than one, a row says which it has
@@ -204,6 +205,7 @@ def layer_arguments(kv: PagedKV, heads: Heads, stand_in: Tensor) -> dict[str, An
             kv_heads=heads.n_kv_heads,
             width=width,
             query_step=heads.query_step,
+            keys_at=heads.keys_at,
             d=padded_width(width),
             n_rotary=0 if heads.frequencies is None else 2 * heads.frequencies.shape[1],
             n_rope_sets=1 if heads.frequencies is None else heads.frequencies.shape[0],
@@ -244,7 +246,7 @@ def attend_kernel(qkv, attended, kv, rows, turn, space, scale, softcap, sinks, S
         page = page_at(its_pages, begin, end, S, BLOCK)
 
         d = tl.arange(0, D)
-        line = qkv + row * (S.heads * S.query_step + 2 * S.kv_heads * S.width)
+        line = qkv + row * (S.keys_at + 2 * S.kv_heads * S.width)
         frequencies = turn.frequencies
         if S.n_rope_sets > 1:
             frequencies += tl.load(rows.rope_set + slot) * (S.n_rotary // 2)
@@ -259,7 +261,7 @@ def attend_kernel(qkv, attended, kv, rows, turn, space, scale, softcap, sinks, S
             # This split ends with the row's own position: append it, and begin with it.
             one = tl.zeros([1, 1], tl.int32)
             k_mask = (d < S.width)[None, :]
-            k_at = line + S.heads * S.query_step + head * S.width + one
+            k_at = line + S.keys_at + head * S.width + one
             own_k = rotated(k_at, k_mask, turn.k_weight, cos, sin, turn.eps, S)
             own_v = tl.load(k_at + S.kv_heads * S.width + d[None, :], mask=k_mask, other=0.0)
             own_page = tl.load(its_pages + p // S.page)

@@ -109,8 +109,8 @@ def append_chunk_kernel(qkv, q, kv, chunk, turn, S: tl.constexpr, ROWS: tl.const
         frequencies = turn.frequencies
         if S.n_rope_sets > 1:
             frequencies += tl.load(chunk.rope_set + row, mask=live, other=0) * (S.n_rotary // 2)
-        at = qkv + row * (S.heads * S.query_step + 2 * S.kv_heads * S.width)
-        at += tl.minimum(head, S.heads) * S.query_step + tl.maximum(head - S.heads, 0) * S.width
+        at = qkv + row * (S.keys_at + 2 * S.kv_heads * S.width)
+        at += tl.where(head < S.heads, head * S.query_step, S.keys_at + (head - S.heads) * S.width)
         if head < S.heads:
             cos, sin = rope_cos_sin(p, frequencies, turn.amplitude, S)
             x = tempered(rotated(at, mask, turn.q_weight, cos, sin, turn.eps, S), p, turn.temperature, S)

@@ -24,6 +24,7 @@ def bind_gate_heads(qkv: Tensor, attended: Tensor, heads: Heads, n_rows: Tensor)
         "attended": checked("attended", attended, dtype=EITHER, shape=(n, heads.n_heads * width), device=device),
         "n_rows": checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device),
         **{"HEADS": heads.n_heads, "WIDTH": width, "COLUMNS": heads.n_columns},
+        **{"FIRST": heads.gates_at, "STEP": heads.query_step},
         "BLOCK": triton.next_power_of_2(width),
     }
     return TritonLaunch.of(gate_heads_kernel, (n, heads.n_heads), given, num_warps=1)
@@ -31,13 +32,14 @@ def bind_gate_heads(qkv: Tensor, attended: Tensor, heads: Heads, n_rows: Tensor)
 
 @triton.jit
 def gate_heads_kernel(
-    qkv, attended, n_rows, HEADS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+    qkv, attended, n_rows, HEADS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, FIRST: tl.constexpr,
+    STEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if row < tl.load(n_rows):
         at = tl.arange(0, BLOCK)
         there = at < WIDTH
-        gate = tl.load(qkv + row * COLUMNS + (2 * head + 1) * WIDTH + at, mask=there, other=0.0).to(tl.float32)
+        gate = tl.load(qkv + row * COLUMNS + FIRST + head * STEP + at, mask=there, other=0.0).to(tl.float32)
         seen = attended + (row * HEADS + head) * WIDTH + at
         value = tl.load(seen, mask=there, other=0.0).to(tl.float32) * sigmoid(gate)
         store_rows(seen, value, there)

@@ -49,6 +49,7 @@ class Heads:
     norm_last: bool = False  # after the rotation
     temperature: tuple[float, int] | None = None  # scale and span of `QueryTemperature`
     gated: bool = False  # behind each query stands a gate, of what its head will have seen (`gate_heads_torch`)
+    gates_apart: bool = False  # or all of them behind all queries
     sinks: Tensor | None = None  # float32 [n_heads]: of each head, one more score in its softmax, of no position
 
     def __post_init__(self) -> None:
@@ -65,12 +66,22 @@ class Heads:
     @property
     def n_columns(self) -> int:
         """Width of a row of q, k and v side by side."""
-        return self.n_heads * self.query_step + 2 * self.n_kv_heads * self.head_width
+        return self.keys_at + 2 * self.n_kv_heads * self.head_width
+
+    @property
+    def keys_at(self) -> int:
+        """The column of the first key, behind queries and gates."""
+        return self.n_heads * self.head_width * (1 + self.gated)
 
     @property
     def query_step(self) -> int:
         """From one query to the next in such a row."""
-        return 2 * self.head_width if self.gated else self.head_width
+        return 2 * self.head_width if self.gated and not self.gates_apart else self.head_width
+
+    @property
+    def gates_at(self) -> int:
+        """The column of the first gate; the others are as far apart as queries are."""
+        return self.n_heads * self.head_width if self.gates_apart else self.head_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +167,9 @@ def rotate_qk_torch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of q, k and v side by side at positions [n], of rope sets [n], to q, k, v float32 [n, heads, width], normed,
     with RoPE."""
-    n_queries, n_keys = heads.n_heads * heads.query_step, heads.n_kv_heads * heads.head_width
-    q, k, v = torch.split(qkv.float(), [n_queries, n_keys, n_keys], -1)
-    q = q.view(len(qkv), heads.n_heads, -1)[..., : heads.head_width]
+    n_keys = heads.n_kv_heads * heads.head_width
+    q, k, v = torch.split(qkv.float(), [heads.keys_at, n_keys, n_keys], -1)
+    q = q[:, : heads.n_heads * heads.query_step].view(len(qkv), heads.n_heads, -1)[..., : heads.head_width]
     k, v = (each.view(len(qkv), heads.n_kv_heads, -1) for each in (k, v))
     if not heads.norm_last:
         q, k = _normed(q, k, heads)
@@ -175,8 +186,8 @@ def rotate_qk_torch(
 
 def gate_heads_torch(qkv: Tensor, attended: Tensor, heads: Heads, n_rows: Tensor) -> None:
     """attended [rows, heads * width] by the sigmoid of the gates in qkv [rows, n_columns], in place, for live rows."""
-    n, width = int(n_rows), heads.head_width
-    gates = qkv[:n, : heads.n_heads * heads.query_step].view(n, heads.n_heads, -1)[..., width:]
+    n, step = int(n_rows), heads.query_step
+    gates = qkv[:n, heads.gates_at :].unfold(1, heads.head_width, step)[:, : heads.n_heads]
     attended[:n] = (attended[:n].float() * torch.sigmoid(gates.float()).flatten(1)).to(attended.dtype)
 
 
