@@ -63,6 +63,8 @@ def kept_as(mix: str, name: str, cols: int, shape: Shape) -> str:
     'Q6_K'
     """
     type = _mixed(name, shape) if mix == "q4_k_m" else mix.upper()
+    if type == "MXFP4" and shape.experts is not None and "_exps." not in name:
+        type = "Q8_0"  # files of that type have it in their experts alone
     return type if cols % BLOCKS[type].elements == 0 else _SMALLER_BLOCKS[type]
 
 

@@ -31,8 +31,8 @@ LIMIT, ALPHA = 7.0, 1.702  # of clamped SwiGLU
 def shape_from_gguf(f: Description) -> Shape:
     shape = common_from_gguf(f)
     sliding = sliding_from_gguf(f, shape.n_layers, GLOBAL_EVERY)
-    experts = experts_from_gguf(f, shape.n_layers, renormalise=True, bias=True)
-    return _completed(shape, sliding, f.integer("attention.sliding_window"), experts)
+    experts = experts_from_gguf(f, shape.n_layers, renormalise=True)
+    return with_sinks(shape, sliding, f.integer("attention.sliding_window"), experts)
 
 
 def shape_from_config(c: Description) -> Shape:
@@ -42,14 +42,15 @@ def shape_from_config(c: Description) -> Shape:
     rope = ropes.from_config(c, c.integer("head_dim"), default_base=150_000.0)
     width, sliding = c.integer("intermediate_size"), sliding_from_config(c, shape.n_layers, GLOBAL_EVERY)
     n_experts, n_used = c.integer("num_local_experts"), c.integer("num_experts_per_tok", 4)
-    experts = ExpertShape(n_experts, n_used, width, renormalise=True, bias=True)
-    return _completed(shape.with_attention(rope=rope), sliding, c.integer("sliding_window"), experts)
+    experts = ExpertShape(n_experts, n_used, width, renormalise=True)
+    return with_sinks(shape.with_attention(rope=rope), sliding, c.integer("sliding_window"), experts)
 
 
-def _completed(shape: Shape, sliding: Sequence[bool], window: int, experts: ExpertShape) -> Shape:
+def with_sinks(shape: Shape, sliding: Sequence[bool], window: int, experts: ExpertShape) -> Shape:
+    """The shape with all that this family has besides its sizes."""
     windows = tuple(window if one else None for one in sliding)
     shape = shape.with_attention(window=windows, sinks=True)
-    return replace(shape, attention_bias=True, activation="clamped_swiglu", experts=experts)
+    return replace(shape, attention_bias=True, activation="clamped_swiglu", experts=replace(experts, bias=True))
 
 
 def _gate_then_up(n: int) -> NDArray[np.intp]:

@@ -8,8 +8,9 @@ from types import MappingProxyType
 from typing import Final
 
 from ostinato.errors import UnknownName, listing
+from ostinato.models.gpt_oss import with_sinks
 from ostinato.models.mamba import without_attention
-from ostinato.models.rope import Rope
+from ostinato.models.rope import Rope, yarn, yarn_amplitude
 from ostinato.models.shape import ExpertShape, Mamba2Shape, MambaShape, RecurrentShape, Shape, alike
 
 _SIZES: Final = ("hidden", "n_layers", "n_heads", "n_kv_heads", "head_width", "ff_width", "vocab", "context")
@@ -23,6 +24,18 @@ def _llama(*sizes: int, rope_base: float, tied_head: bool = False, norm_eps: flo
 
 def _routed(shape: Shape, family: str, n_experts: int, n_used: int, ff_width: int, *, renormalise: bool) -> Shape:
     return replace(shape, family=family, experts=ExpertShape(n_experts, n_used, ff_width, renormalise))
+
+
+def _gpt_oss(n_layers: int, n_experts: int) -> Shape:
+    """Experts of the model's own width, four of them used."""
+    width, rope = (
+        2880,
+        Rope(150_000.0, 64, "halves", yarn(64, 150_000.0, 32.0, 4096, truncate=False), yarn_amplitude(32)),
+    )
+    plain = _llama(width, n_layers, 64, 8, 64, width, 201_088, 131_072, rope_base=150_000.0)
+    plain = plain.with_attention(rope=rope)
+    routed = ExpertShape(n_experts, 4, width, renormalise=True)
+    return with_sinks(replace(plain, family="gpt-oss"), [layer % 2 == 0 for layer in range(n_layers)], 128, routed)
 
 
 def _recurrent(family: str, recurrent: RecurrentShape, vocab: int) -> Shape:
@@ -43,6 +56,8 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
         "smollm2-135m": _llama(576, 30, 9, 3, 64, 1536, 49_152, 8192, rope_base=100_000.0, tied_head=True),
         "mixtral-8x7b": _routed(_MIXTRAL, "mixtral", 8, 2, 14_336, renormalise=True),
         "qwen3-30b-a3b": _routed(_QWEN3, "qwen3moe", 128, 8, 768, renormalise=True),
+        "gpt-oss-20b": _gpt_oss(24, 32),
+        "gpt-oss-120b": _gpt_oss(36, 128),
         "mamba-1.4b": _recurrent("mamba", MambaShape(inner=4096, state=16, kernel=4, dt_rank=128), 50_280),
         "mamba2-1.3b": _recurrent("mamba2", _MAMBA2, 50_288),
         "falcon-h1-1.5b": replace(
