@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -29,6 +30,7 @@ from tests.serve.running import serving
 CHAT = "/v1/chat/completions"
 HELLO: Any = [{"role": "user", "content": "hello"}]
 FEW: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "seed": 1}
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +177,19 @@ def test_paths_types_and_bodies_are_refused_as_by_a_single_model(fronted: Fronte
     assert fronted.get("/openapi.json").json()["paths"].keys() >= {CHAT, "/v1/models"}
 
 
+def test_showing_a_model_loads_none_and_tells_the_same(two: tuple[Path, Path], tiny_files: Path) -> None:
+    with fronting(*two, tiny_encoders.gguf("bert", tiny_files)) as server:
+        for name in ("one", "two", "bert"):
+            before = server.post("/api/show", {"model": name})
+            assert before.status_code == 200, before.text
+            assert server.front.models.find(name).n_loads == 0
+            path = "/v1/embeddings" if name == "bert" else "/v1/completions"
+            body = {"input": "a"} if name == "bert" else {"prompt": "a", **FEW}
+            assert server.post(path, {"model": name, **body}).status_code == 200
+            assert server.post("/api/show", {"name": name}).json() == before.json()
+        assert server.post("/api/show", {"model": "none"}).status_code == 404
+
+
 def test_any_model_answers_to_any_name_and_says_that_it_was_ignored(two: tuple[Path, Path]) -> None:
     with fronting(*two, any_model=True) as server:
         reply = server.post(CHAT, {"model": "gpt-4o", "messages": HELLO, **FEW, "priority": 3})
@@ -182,6 +197,25 @@ def test_any_model_answers_to_any_name_and_says_that_it_was_ignored(two: tuple[P
         assert reply.headers["x-ostinato-ignored"] == "model, priority"
         reply = server.post(CHAT, {"model": "one", "messages": HELLO, **FEW})
         assert "x-ostinato-ignored" not in reply.headers
+
+
+def test_a_client_that_does_not_read_is_given_up_and_its_model_is_idle_again(two: tuple[Path, Path]) -> None:
+    limits = ServeLimits(write_s=0.5)
+    with fronting(*two, limits=limits, llm={"context": 4096}) as server:
+        chatted(server, "one")
+        asked = {"messages": HELLO, "stream": True, "ignore_eos": True, "n": 2, "logprobs": True, "top_logprobs": 20}
+        body = json.dumps(asked).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+            client.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            first = server.front.models.first
+            server.until(lambda: first.n_running == 1)
+            assert chatted(server, "two")["model"] == "two"
+            server.until(lambda: first.n_running == 0)
+        server.until(lambda: any(line["outcome"] == "cancelled" for line in (*server.front_log, *server.log)))
+        assert chatted(server, "one")["model"] == "one"
 
 
 # Loading

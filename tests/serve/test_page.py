@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from selenium.webdriver.remote.webelement import WebElement
 
 from ostinato.serve.app import policy_for
 from tests.serve.browser import browser
+from tests.serve.fronting import fronting
 from tests.serve.running import DEADLINE_S, Running, serving
 
 pytestmark = pytest.mark.slow
@@ -440,6 +442,21 @@ def test_a_model_is_chosen_from_those_that_are_listed(page: Page, slow_server: R
     assert "other" in page.facts
     page.driver.refresh()
     page.until(lambda: page.find("#model").text == "tiny", "a choice that is no longer listed is not taken")
+
+
+def test_one_of_two_models_is_loaded_by_the_first_message_to_it(driver: Any, tiny: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.gguf"
+    shutil.copy(tiny, other)
+    with fronting(tiny, other, llm={"context": 256}) as server:
+        assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
+        page = Page(driver, server.url)
+        page.until(lambda: page.run("return models.size") == 2, "both are listed")
+        page.find("#model").send_keys("other")
+        page.answered("hello")
+        assert page.run("return wire.request").count('"other"') == 1
+        assert server.state(1) == "ready"
+        page.until(lambda: page.run("return contextOf('other')") == 256, "its context is listed now")
+        page.until(lambda: len(page.all("#slots > *")) == 4, "the slots of both are shown")
 
 
 SCHEMA = (

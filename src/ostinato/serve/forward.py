@@ -20,12 +20,13 @@ from ostinato.serve.conversation import IGNORED, ignored_header
 from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Record
 from ostinato.serve.ollama import AnswerHead, as_message, as_response
+from ostinato.serve.ollama_models import shown_file
 from ostinato.serve.relay import Relay, refusal_in
 from ostinato.serve.response_keeper import KeptResponses
 from ostinato.serve.served_models import ServedModel, ServedModels
 from ostinato.serve.service import Service
 from ostinato.serve.settings import LATEST
-from ostinato.serve.stream import EVENTS, KEEP_ALIVE, LINES, while_connected
+from ostinato.serve.stream import EVENTS, KEEP_ALIVE, LINES, json_response, while_connected
 from ostinato.serve.upstream import CLIENT, ID, UpstreamGone, asked
 
 _DIED: Final = "the engine that answered has died; ask again"
@@ -35,6 +36,7 @@ _NOT_PASSED: Final = frozenset(
     {b"connection", b"transfer-encoding", b"date", b"server", b"x-request-id", b"request-id", b"keep-alive"}
 )
 _PASSED: Final = frozenset({b"host", b"content-type", b"accept", b"anthropic-version"})
+_SHOW: Final = "/api/show"
 _OLLAMA: Final = {"/api/chat": as_message, "/api/generate": as_response}
 
 
@@ -73,7 +75,14 @@ class ModelForwarder:
         given = read_asked(body)
         name = given.model_name
         model = self.models.find(name)
+        if request.url.path == _SHOW and model.state != "ready":
+            return await self._shown(model)
         return ForwardedAnswer(self, request, body, given, model)
+
+    async def _shown(self, model: ServedModel) -> Response:
+        options = self.service.options
+        given = model.id, options.models[model.index], options.load.context
+        return json_response(await self.service.in_thread(shown_file, *given))
 
     def ended(self, record: Record) -> None:
         if self._kept is not None:

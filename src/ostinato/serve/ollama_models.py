@@ -15,15 +15,19 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ostinato import __version__
+from ostinato.engine.defaults import default_sampling
 from ostinato.errors import OstinatoError
 from ostinato.files.checkpoint import open_checkpoint
-from ostinato.files.store import find, is_name
+from ostinato.files.store import find, is_name, resolve
 from ostinato.llm import LLM
-from ostinato.models.registry import family_of
+from ostinato.models.registry import family_of, read_shape
+from ostinato.models.shape import Shape
+from ostinato.options import Sampling
 from ostinato.other_engines import OTHER_VERBS
 from ostinato.serve.ollama import timestamp
 from ostinato.serve.service import Service
 from ostinato.serve.settings import LATEST
+from ostinato.text.of_checkpoint import template_sources
 
 API_VERSION: Final = "0.32.15"  # of Ollama, whose API this is: clients compare it with what they need
 _NEVER: Final = "9999-12-31T23:59:59Z"  # when the model leaves the memory
@@ -118,18 +122,47 @@ def running(service: Service, llm: LLM) -> dict[str, Any]:
     return {**_names(service), **facts, **place}
 
 
+@dataclass(frozen=True, slots=True)
+class ShownModel:
+    """What `/api/show` tells of a model beyond the sizes of its files. `template`: its source; empty if it has none."""
+
+    id: str
+    shape: Shape
+    context: int
+    defaults: Sampling
+    template: str
+    capabilities: list[str]
+
+
 def shown(service: Service, llm: LLM) -> dict[str, Any]:
     """`POST /api/show`."""
-    file = model_file(llm.path)
-    own = [(name, getattr(llm.defaults, ours)) for name, ours in _SAMPLING.items()]
-    parameters = [f"{name} {value}" for name, value in (("num_ctx", llm.context), *own) if value is not None]
+    template = "" if llm.template is None else llm.template.source
+    model = ShownModel(service.model_id, llm.shape, llm.context, llm.defaults, template, _capabilities(service, llm))
+    return _shown(model, model_file(llm.path))
+
+
+def shown_file(id: str, model: str, context: int | None) -> dict[str, Any]:
+    """`POST /api/show` of a model that is not in memory, from its files: clients ask this of every model that is
+    listed, and it should load none. Whether it thinks is known when it is loaded."""
+    path = resolve(model, talk=lambda _: None)
+    with open_checkpoint(path) as checkpoint:
+        shape, sources = read_shape(checkpoint), template_sources(checkpoint)
+        template = "" if sources is None else sources.default
+        served = min(context or shape.default_context, shape.context)
+        found = ShownModel(id, shape, served, default_sampling(checkpoint), template, _can(shape, bool(template)))
+    return _shown(found, model_file(path))
+
+
+def _shown(model: ShownModel, file: ModelFile) -> dict[str, Any]:
+    own = [(name, getattr(model.defaults, ours)) for name, ours in _SAMPLING.items()]
+    parameters = [f"{name} {value}" for name, value in (("num_ctx", model.context), *own) if value is not None]
     made = {
-        "modelfile": "\n".join([f"FROM {service.model_id}", *(f"PARAMETER {one}" for one in parameters)]) + "\n",
+        "modelfile": "\n".join([f"FROM {model.id}", *(f"PARAMETER {one}" for one in parameters)]) + "\n",
         "parameters": "\n".join(parameters),
-        "template": "" if llm.template is None else llm.template.source,
-        "details": _details(llm.shape.family, file),
-        "model_info": _info(llm, file),
-        "capabilities": _capabilities(service, llm),
+        "template": model.template,
+        "details": _details(model.shape.family, file),
+        "model_info": _info(model, file),
+        "capabilities": model.capabilities,
         "modified_at": timestamp(file.modified),
     }
     return made if file.license is None else {"license": file.license, **made}
@@ -173,11 +206,11 @@ def _short(n: int) -> str:
     return str(n)
 
 
-def _info(llm: LLM, file: ModelFile) -> dict[str, Any]:
+def _info(model: ShownModel, file: ModelFile) -> dict[str, Any]:
     """The sizes by the names of GGUF. The context is that which is served."""
-    shape = llm.shape
+    shape = model.shape
     sizes = {
-        "context_length": llm.context,
+        "context_length": model.context,
         "block_count": shape.n_layers,
         "embedding_length": shape.hidden,
         "feed_forward_length": shape.widest_ff,
@@ -190,7 +223,11 @@ def _info(llm: LLM, file: ModelFile) -> dict[str, Any]:
 
 
 def _capabilities(service: Service, llm: LLM) -> list[str]:
-    if not llm.shape.causal:
+    return [*_can(llm.shape, llm.template is not None), *(["thinking"] if service.reasoning is not None else [])]
+
+
+def _can(shape: Shape, chats: bool) -> list[str]:
+    """What a model of this shape can do, with a chat template or without."""
+    if not shape.causal:
         return ["embedding"]
-    chats = llm.template is not None
-    return ["completion", *(["tools"] if chats else []), *(["thinking"] if service.reasoning is not None else [])]
+    return ["completion", *(["tools"] if chats else [])]
