@@ -511,8 +511,7 @@ def _empty_cache(device: str) -> None:
 
 def _family_jobs(setting: Setting) -> list[Job]:
     types = ["f32", "bf16"] if setting.on_gpu else ["f32"]
-    jobs = [Job("verify", {"name": name, "types": types}, 200) for name in FAMILIES]
-    return [*jobs, *(Job("verify", {"name": name, "types": ["f32"]}, 120) for name in RECURRENT)]
+    return [Job("verify", {"name": name, "types": types}, 200) for name in (*FAMILIES, *RECURRENT)]
 
 
 def _type_jobs(setting: Setting) -> list[Job]:

@@ -78,7 +78,7 @@ def _made(name: str, type: str, device: torch.device) -> Model:
             made = random_model(name, type, str(device))
             assert isinstance(made, Model)
             return made
-        return moved(family_model(name), device, getattr(torch, DTYPES[type]))
+        return moved(family_model(name, dtype=getattr(torch, DTYPES[type])), device)
 
 
 def in_tiles(model: Model) -> Model:

@@ -33,10 +33,8 @@ CPU = torch.device("cpu")
 class RandomWeights:
     """Weights that no file has: every tensor asked for is there, filled from a seed."""
 
-    dtype = torch.float32
-
-    def __init__(self, seed: int) -> None:
-        self._random = torch.Generator().manual_seed(seed)
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
+        self._random, self.dtype = torch.Generator().manual_seed(seed), dtype
 
     def has(self, name: str) -> bool:
         return not name.startswith(("cls", "output.bias", "blk.0.attn_qkv", "blk.1.attn_qkv"))
@@ -59,10 +57,11 @@ class RandomWeights:
             return constant(reference, self.dtype, CPU)
         if isinstance(reference, ExpertMatrices):
             parts = [torch.stack([self.take(n, reference.size) for n in names]) for names in reference.parts]
-            return torch.cat(parts, 1)
+            return torch.cat(parts, 1).to(self.dtype)
         if isinstance(reference, ExpertBiases):
             return torch.cat([self.take(name, shape, exact=True) / 2 for name, shape in reference.wanted], 1)
-        return torch.cat([self.take(name, shape, exact=reference.exact) for name, shape in reference.wanted])
+        taken = torch.cat([self.take(name, shape, exact=reference.exact) for name, shape in reference.wanted])
+        return taken if reference.exact else taken.to(self.dtype)
 
     def model(self, family: Family, shape: Shape) -> Model:
         """A model of that family and shape."""

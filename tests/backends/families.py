@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from ostinato.backends.torch.model import Model
 from ostinato.models.cohere import COHERE2, scaled
 from ostinato.models.falcon_h1 import FALCON_H1
@@ -62,7 +64,7 @@ class FamilyWeights(RandomWeights):
         return not name.endswith("_exps.weight") and name != "output.bias"
 
 
-def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
+def family_model(name: str, seed: int = 0, shape: Shape | None = None, dtype: torch.dtype = torch.float32) -> Model:
     """A model of the family, of its own shape unless told."""
     rope = Rope(10_000.0, 32, "neighbours" if name == "llama" else "halves")
     plain = alike(
@@ -136,7 +138,7 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
         "falcon-h1": (FALCON_H1, hybrid.with_layers(recurrent=replace(mamba2, gated_norm=False))),
         "falcon-h1-norm": (FALCON_H1, hybrid.with_layers(recurrent=replace(mamba2, norm_first=True))),
     }[name]
-    return FamilyWeights(seed).model(family, shape or own)
+    return FamilyWeights(seed, dtype).model(family, shape or own)
 
 
 def uneven(plain: Shape) -> Shape:
