@@ -5,7 +5,7 @@ see a window; the others see everything, and have no rotary positions.
 
 from dataclasses import replace
 
-from ostinato.models.blocks import Layer
+from ostinato.models.blocks import Attention, Layer
 from ostinato.models.builder import Builder
 from ostinato.models.family import Family
 from ostinato.models.fields import Description
@@ -58,7 +58,7 @@ def layer(b: Builder, i: int) -> Layer:
     # GGUF keeps the factor of queries as the weights of their norm.
     weighted = b.names.has(f"blk.{i}.attn_q_norm.weight")
     made = b.layer(i, sandwich=True, qk_norm=weighted)
-    if weighted or made.attention is None:
+    if weighted or not isinstance(made.attention, Attention):
         return made
     unit = b.unit_norm(made.attention.shape.head_width)
     return replace(made, attention=replace(made.attention, q_norm=unit, k_norm=unit))

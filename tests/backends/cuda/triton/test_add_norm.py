@@ -60,4 +60,5 @@ def test_a_rows_bits_do_not_depend_on_its_number_or_the_others() -> None:
 
 def compile_all() -> None:
     x, y, y_stats, weight, stats = made(8, 2304)
-    compile_launch(bind_add_norm(x, y, y_stats, weight, 1e-6, stats, rows_of(1, 8)))
+    for fresh in (False, True):
+        compile_launch(bind_add_norm(x, y, y_stats, weight, 1e-6, stats, rows_of(1, 8), fresh=fresh))

@@ -42,6 +42,8 @@ class Case:
     max_pages: int | None = None
     n_slots: int | None = None
     normed: bool = False
+    norm_last: bool = False
+    temperature: tuple[float, int] | None = None
     n_rotary: int | None = None  # elements of a head that turn; None: all
     pairing: Pairing = "halves"
     rope_sets: int = 1  # the rows have them in turn
@@ -89,6 +91,8 @@ def made(case: Case) -> Step:
         pairing=case.pairing,
         q_norm=torch.rand(case.width, generator=g) + 0.5 if case.normed else None,
         k_norm=torch.rand(case.width, generator=g) + 0.5 if case.normed else None,
+        norm_last=case.norm_last,
+        temperature=case.temperature,
         sinks=2 * torch.randn(case.n_heads, generator=torch.Generator().manual_seed(11)) if case.sinks else None,
     )
     rows = StepRows(torch.tensor([n], dtype=torch.int32), row_slot, position, pages, rope_set)
@@ -250,6 +254,12 @@ def test_every_store_grouping_and_width_equals_the_twin(store: str, group: int, 
     assert_like_the_twin(Case((0, 70, 129), n_heads=group, width=width, store=store, normed=group == 4))
 
 
+@pytest.mark.parametrize("pairing", ["halves", "neighbours"])
+def test_norms_after_the_rotation_and_queries_that_grow_equal_the_twin(pairing: Pairing) -> None:
+    case = Case((0, 70, 129), n_heads=4, width=64, normed=True, norm_last=True, temperature=(0.5, 32), pairing=pairing)
+    assert_like_the_twin(replace(case, n_rotary=48))
+
+
 @pytest.mark.parametrize("store", ["f32", "bf16", "q8_0"])
 def test_heads_of_width_256_with_norm_cap_and_window_equal_the_twin(store: str) -> None:
     assert_like_the_twin(
@@ -386,6 +396,7 @@ def compile_all() -> None:
         (odd, False),
         (gemma, False),
         (Case((5,), n_heads=64, n_kv_heads=8, width=64, store="bf16", window=128, sinks=True), True),
+        (Case((5,), n_heads=4, n_kv_heads=2, store="bf16", normed=True, norm_last=True, temperature=(0.1, 16)), True),
         (Case((5,), n_heads=4, n_kv_heads=4, width=64, store="f32", n_rotary=32, rope_sets=2), False),
     ):
         step = made(case)

@@ -301,6 +301,8 @@ def compile_all() -> None:
     ):
         sinks = torch.zeros(n_heads) if n_heads == 4 else None
         heads = replace(heads_of(n_heads, width, normed=True), softcap=30.0, window=1024, sinks=sinks)
+        if width == 256:
+            heads = replace(heads, norm_last=True, temperature=(0.1, 64), gated=True, gates_apart=True)
         kv, pages = store_of(store, width, 4)
         chunk = chunk_of(0, 1, pages, 64)
         if store == "f32":  # and two rope sets

@@ -8,6 +8,7 @@ import torch
 from ostinato.backends.cuda.triton.norm import bind_norm
 from ostinato.backends.torch.ops.norm import norm_rows_torch
 from ostinato.errors import BadPointer
+from tests.backends.cuda.triton.test_attend import compile_launch
 
 
 @pytest.mark.parametrize("width", [64, 96, 130])
@@ -51,3 +52,9 @@ def test_columns_of_live_rows_are_normed_and_nothing_else() -> None:
 def test_memory_that_is_not_there_is_refused_by_name() -> None:
     with pytest.raises(BadPointer, match="weight"):
         bind_norm(torch.randn(2, 8), torch.zeros(2, 8), torch.empty(0), None, 1e-6)
+
+
+def compile_all() -> None:
+    x, weight, n_rows = torch.zeros(8, 6144), torch.ones(4096), torch.ones(1, dtype=torch.int32)
+    compile_launch(bind_norm(x[:, :4096], x[:, :4096], weight, None, 1e-6, n_rows))
+    compile_launch(bind_norm(x[:, :4096].bfloat16(), x[:, :4096].bfloat16(), weight, weight, 1e-6), amd=True)
