@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from ostinato.lab.random_weights import RandomFile
 from ostinato.models.named_shapes import named_shape
+from ostinato.models.registry import family_named
+from ostinato.models.shape import Mamba2Shape, Shape, ShortConvShape
+from ostinato.models.tensors import Transform, without_layer
+
+
+def _add_lfm2(writer: Any, shape: Shape) -> None:
+    (conv,) = {one for one in shape.recurrent.values() if isinstance(one, ShortConvShape)}
+    writer.add_shortconv_l_cache(conv.kernel)
+
+
+def _add_granite_hybrid(writer: Any, shape: Shape) -> None:
+    (mamba2,) = {one for one in shape.recurrent.values() if isinstance(one, Mamba2Shape)}
+    writer.add_rope_dimension_count(shape.widest(lambda one: one.head_width))
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_ssm_conv_kernel(mamba2.kernel)
+    writer.add_ssm_state_size(mamba2.state)
+    writer.add_ssm_inner_size(mamba2.inner)
+    writer.add_ssm_time_step_rank(mamba2.n_heads)
+    writer.add_ssm_group_count(mamba2.n_groups)
+
+
+# What a family states besides, and what its files call otherwise than we do.
+_ADDED: Final[Mapping[str, Callable[[Any, Shape], None]]] = {
+    "llama": lambda writer, shape: None,
+    "lfm2": _add_lfm2,
+    "granitehybrid": _add_granite_hybrid,
+}
+_RENAMED: Final[Mapping[str, tuple[str, str]]] = {"lfm2": ("output_norm", "token_embd_norm")}
 
 
 def random_gguf(shape_name: str, type: str, folder: Path) -> Path:
-    """The file of a llama shape in `folder`; made if it is not there."""
+    """The file of a shape in `folder`, of llama or a family of `_ADDED`; made if it is not there."""
     import gguf
 
     out = folder / f"{shape_name}-{type}.gguf"
@@ -22,26 +51,30 @@ def random_gguf(shape_name: str, type: str, folder: Path) -> Path:
     file = RandomFile(named_shape(shape_name), type)
     shape = file.shape
     (heads,) = set(shape.attention.values())
-    rope = heads.rope
-    assert shape.family == "llama"
-    assert rope is not None
     half_made = out.with_suffix(".part")
-    writer: Any = gguf.GGUFWriter(half_made, "llama")
+    writer: Any = gguf.GGUFWriter(half_made, shape.family)
     writer.add_vocab_size(shape.vocab)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.hidden)
     writer.add_block_count(shape.n_layers)
     writer.add_feed_forward_length(shape.widest_ff)
     writer.add_head_count(heads.n_heads)
-    writer.add_head_count_kv(heads.n_kv_heads)
-    writer.add_rope_dimension_count(rope.width)
-    writer.add_rope_freq_base(rope.base)
+    writer.add_head_count_kv([heads.n_kv_heads if layer.attention else 0 for layer in shape.layers])
+    writer.add_key_length(heads.head_width)
+    writer.add_value_length(heads.head_width)
+    if heads.rope is not None:
+        writer.add_rope_dimension_count(heads.rope.width)
+        writer.add_rope_freq_base(heads.rope.base)
+    _ADDED[shape.family](writer, shape)
     writer.add_layer_norm_rms_eps(shape.norm_eps)
     writer.add_tokenizer_model("none")
+    transforms = family_named(shape.family).gguf_transforms
     for info in file.tensors.values():
-        stored = gguf.GGMLQuantizationType[info.type]
-        row_bytes = info.n_bytes // prod(info.shape[:-1])
-        writer.add_tensor_info(info.name, (*info.shape[:-1], row_bytes), np.dtype("uint8"), info.n_bytes, stored)
+        stored, transform = gguf.GGMLQuantizationType[info.type], transforms.get(without_layer(info.name), Transform())
+        size = transform.shape(info.shape)
+        row_bytes = info.n_bytes // prod(size[:-1])
+        name = info.name.replace(*_RENAMED.get(shape.family, ("", "")))
+        writer.add_tensor_info(name, (*size[:-1], row_bytes), np.dtype("uint8"), info.n_bytes, stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

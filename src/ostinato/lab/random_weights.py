@@ -160,10 +160,11 @@ def _quantiles() -> NDArray[np.float64]:
 
 
 class AnyName:
-    """The tensors of a file that has whatever a family asks for, but a bias of the head, which no shape states."""
+    """The tensors of a file that has whatever a family asks for, but a bias of the head, which no shape states, and
+    what GGUF files of most families have in several tensors."""
 
     def has(self, name: str) -> bool:
-        return name != "output.bias" and "ffn_gate_up_" not in name
+        return name != "output.bias" and not any(one in name for one in ("ffn_gate_up_", ".ssm_in.", ".ssm_ba."))
 
     def rows(self, name: str) -> int:
         raise InternalError(f"no shape says how many rows {name} has")

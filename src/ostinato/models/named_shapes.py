@@ -11,7 +11,16 @@ from ostinato.errors import UnknownName, listing
 from ostinato.models.gpt_oss import with_sinks
 from ostinato.models.mamba import without_attention
 from ostinato.models.rope import Rope, yarn, yarn_amplitude
-from ostinato.models.shape import ExpertShape, Mamba2Shape, MambaShape, RecurrentShape, Shape, alike
+from ostinato.models.shape import (
+    DeltaShape,
+    ExpertShape,
+    Mamba2Shape,
+    MambaShape,
+    RecurrentShape,
+    Shape,
+    ShortConvShape,
+    alike,
+)
 
 _SIZES: Final = ("hidden", "n_layers", "n_heads", "n_kv_heads", "head_width", "ff_width", "vocab", "context")
 
@@ -42,6 +51,23 @@ def _recurrent(family: str, recurrent: RecurrentShape, vocab: int) -> Shape:
     return without_attention(family, recurrent, 48, hidden=2048, vocab=vocab, norm_eps=1e-5, tied_head=True)
 
 
+def _lfm2(shape: Shape, attends: set[int]) -> Shape:
+    conv = ShortConvShape(width=shape.hidden, kernel=3)
+    return replace(shape, family="lfm2").with_recurrent_in(set(range(shape.n_layers)) - attends, conv)
+
+
+def _granite_hybrid(shape: Shape, mamba2: Mamba2Shape, attends: set[int]) -> Shape:
+    """Without positions."""
+    shape = replace(shape, family="granitehybrid").with_attention(rope=None)
+    return shape.with_recurrent_in(set(range(shape.n_layers)) - attends, mamba2)
+
+
+def _qwen35(shape: Shape, family: str, n_heads: int, n_key_heads: int) -> Shape:
+    delta = DeltaShape(n_heads=n_heads, n_key_heads=n_key_heads, key_width=128, value_width=128, kernel=4, tiled=True)
+    shape = replace(shape, family=family).with_attention(gated=True, rope=Rope(10_000_000.0, 64, "halves"))
+    return shape.with_recurrent_in({i for i in range(shape.n_layers) if (i + 1) % 4}, delta)
+
+
 # Small enough to answer at once, wide enough for whole blocks of 256 weights.
 _TINY: Final = _llama(256, 2, 4, 2, 64, 512, 1024, 2048, rope_base=10_000.0, tied_head=True)
 _MIXTRAL: Final = _llama(4096, 32, 32, 8, 128, 14_336, 32_000, 32_768, rope_base=1_000_000.0)
@@ -64,6 +90,27 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
             _FALCON_H1,
             family="falcon-h1",
             layers=tuple(replace(layer, recurrent=_FALCON_MIXER) for layer in _FALCON_H1.layers),
+        ),
+        "lfm2-350m": _lfm2(
+            _llama(1024, 16, 16, 8, 64, 4608, 65_536, 128_000, rope_base=1_000_000.0, tied_head=True),
+            {2, 5, 8, 10, 12, 14},
+        ),
+        "granite-h-350m": _granite_hybrid(
+            _llama(768, 32, 12, 4, 64, 2048, 100_352, 32_768, rope_base=10_000.0, tied_head=True),
+            Mamba2Shape(inner=1536, state=128, kernel=4, n_heads=48, n_groups=1),
+            {10, 13, 17, 27},
+        ),
+        "qwen3.5-0.8b": _qwen35(
+            _llama(1024, 24, 8, 2, 256, 3584, 248_320, 262_144, rope_base=1e7, norm_eps=1e-6, tied_head=True),
+            "qwen35",
+            n_heads=16,
+            n_key_heads=16,
+        ),
+        "qwen3.5-27b": _qwen35(
+            _llama(5120, 64, 24, 4, 256, 17_408, 248_320, 262_144, rope_base=1e7, norm_eps=1e-6),
+            "qwen35",
+            n_heads=48,
+            n_key_heads=16,
         ),
         "tiny": _TINY,
         "tiny-mixtral": _routed(_TINY, "mixtral", 4, 2, 512, renormalise=True),
