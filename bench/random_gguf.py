@@ -12,7 +12,7 @@ import numpy as np
 from ostinato.lab.random_weights import RandomFile
 from ostinato.models.named_shapes import named_shape
 from ostinato.models.registry import family_named
-from ostinato.models.shape import Mamba2Shape, Shape, ShortConvShape
+from ostinato.models.shape import DeltaShape, Mamba2Shape, Shape, ShortConvShape
 from ostinato.models.tensors import Transform, without_layer
 
 
@@ -32,13 +32,29 @@ def _add_granite_hybrid(writer: Any, shape: Shape) -> None:
     writer.add_ssm_group_count(mamba2.n_groups)
 
 
+def _add_qwen35(writer: Any, shape: Shape) -> None:
+    (delta,) = {one for one in shape.recurrent.values() if isinstance(one, DeltaShape)}
+    writer.add_head_count_kv(shape.widest(lambda one: one.n_kv_heads))
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
+    writer.add_ssm_conv_kernel(delta.kernel)
+    writer.add_ssm_state_size(delta.key_width)
+    writer.add_ssm_inner_size(delta.inner)
+    writer.add_ssm_time_step_rank(delta.n_heads)
+    writer.add_ssm_group_count(delta.n_key_heads)
+    writer.add_full_attention_interval(4)
+
+
 # What a family states besides, and what its files call otherwise than we do.
 _ADDED: Final[Mapping[str, Callable[[Any, Shape], None]]] = {
     "llama": lambda writer, shape: None,
     "lfm2": _add_lfm2,
     "granitehybrid": _add_granite_hybrid,
+    "qwen35": _add_qwen35,
 }
-_RENAMED: Final[Mapping[str, tuple[str, str]]] = {"lfm2": ("output_norm", "token_embd_norm")}
+_RENAMED: Final[Mapping[str, tuple[str, str]]] = {
+    "lfm2": ("output_norm", "token_embd_norm"),
+    "qwen35": ("ffn_norm", "post_attention_norm"),
+}
 
 
 def random_gguf(shape_name: str, type: str, folder: Path) -> Path:
@@ -59,7 +75,8 @@ def random_gguf(shape_name: str, type: str, folder: Path) -> Path:
     writer.add_block_count(shape.n_layers)
     writer.add_feed_forward_length(shape.widest_ff)
     writer.add_head_count(heads.n_heads)
-    writer.add_head_count_kv([heads.n_kv_heads if layer.attention else 0 for layer in shape.layers])
+    if shape.family != "qwen35":
+        writer.add_head_count_kv([heads.n_kv_heads if layer.attention else 0 for layer in shape.layers])
     writer.add_key_length(heads.head_width)
     writer.add_value_length(heads.head_width)
     if heads.rope is not None:

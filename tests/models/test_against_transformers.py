@@ -131,6 +131,15 @@ def test_a_mixtral_gguf_of_the_first_kind_has_one_tensor_for_each_expert(tmp_pat
         assert_logits("mixtral", llm)
 
 
+def test_a_qwen3next_gguf_of_the_first_kind_has_one_tensor_by_key_heads(tmp_path: Path) -> None:
+    config, tensors = tiny.parts_of("qwen3-next", tmp_path)
+    for name in [name for name in tensors if name.endswith("in_proj_qkvz.weight")]:
+        tensors[f"blk.{name.split('.')[2]}.ssm_in.weight"] = tensors.pop(name)
+    tiny_gguf.write(tmp_path / "old.gguf", "qwen3next", config, tensors)
+    with opened(tmp_path / "old.gguf") as llm:
+        assert_logits("qwen3-next", llm)
+
+
 @pytest.mark.parametrize("form", ["gguf", "current", "original"])
 def test_longrope_takes_its_original_context_unless_asked_for_more(form: str, tiny_files: Path) -> None:
     with opened(tiny.written("phi3-short", form, tiny_files)) as llm:
