@@ -318,7 +318,7 @@ def windowed(model: Model, *, every: int) -> Model:
 @contextmanager
 def every_position_kept() -> Iterator[None]:
     """Engines that are opened inside keep the pages of every position in every layer, whatever it sees."""
-    with patch.object(base, "page_groups", lambda shape, *, n_pages, **_: one_group(shape.n_layers, n_pages)):
+    with patch.object(base, "page_groups", lambda shape, *, n_pages, **_: one_group(shape.attention, n_pages)):
         yield
 
 
