@@ -22,7 +22,7 @@ from ostinato.models.llama import LLAMA
 from ostinato.models.mamba import MAMBA2, without_attention
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Mamba2Shape, Shape, alike
-from ostinato.models.tensors import Constant, ExpertBiases, ExpertMatrices, Sizes
+from ostinato.models.tensors import Constant, ExpertBiases, ExpertMatrices, HeadMatrices, Sizes
 
 MemoryKind = Literal["kv", "swa", "all swa", "recurrent", "hybrid", "encoder"]
 WINDOW = 16
@@ -60,6 +60,8 @@ class RandomWeights:
             return torch.cat(parts, 1).to(self.dtype)
         if isinstance(reference, ExpertBiases):
             return torch.cat([self.take(name, shape, exact=True) / 2 for name, shape in reference.wanted], 1)
+        if isinstance(reference, HeadMatrices):
+            return self.take(reference.name, reference.shape).to(self.dtype)
         taken = torch.cat([self.take(name, shape, exact=reference.exact) for name, shape in reference.wanted])
         return taken if reference.exact else taken.to(self.dtype)
 

@@ -8,6 +8,7 @@ import torch
 
 from ostinato.backends.torch.model import Model
 from ostinato.models.cohere import COHERE2, scaled
+from ostinato.models.deepseek2 import DEEPSEEK2, latent_attention
 from ostinato.models.falcon_h1 import FALCON_H1
 from ostinato.models.gemma import GEMMA2, GEMMA3, two_ropes
 from ostinato.models.gpt2 import GPT2
@@ -32,6 +33,7 @@ from ostinato.models.shape import (
     DeltaShape,
     ExpertGroups,
     ExpertShape,
+    LatentShape,
     LayerShape,
     Mamba2Shape,
     MambaShape,
@@ -53,6 +55,7 @@ FAMILIES = (
 RECURRENT = (
     "mamba", "falcon-mamba", "mamba2", "mamba2-limits", "falcon-h1", "falcon-h1-norm", "lfm2", "qwen35", "qwen35-tiled",
 )  # fmt: skip
+LATENT = ("deepseek2", "deepseek2-lite")  # whose attention only torch and the native loop have
 HIDDEN, N_LAYERS, VOCAB, CONTEXT = 96, 2, 131, 256
 BORDER = 20  # positions of the longest sequence that the short factors of phi3-long rotate
 
@@ -126,6 +129,8 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None, dtype: to
         "mistral3": (MISTRAL3, plain.with_attention(temperature=QueryTemperature(0.3, 6))),
         "muse-glimmer": (MUSE_GLIMMER, glimmer(gemma, 0.7, 15.0, 1e-3)),
         "smollm3": (SMOLLM3, with_rope_where(plain, (True, False))),
+        "deepseek2": (DEEPSEEK2, compressed(plain, 24)),
+        "deepseek2-lite": (DEEPSEEK2, compressed(plain, None)),
         "uneven": (LLAMA, uneven(replace(plain, family="llama"))),
         "granite": (GRANITE, replace(multiplied(plain, 0.7, 3.0), embedding_scale=2.5)),
         "lfm2": (LFM2, plain.with_recurrent_in({0}, ShortConvShape(width=HIDDEN, kernel=3, bias=True))),
@@ -139,6 +144,15 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None, dtype: to
         "falcon-h1-norm": (FALCON_H1, hybrid.with_layers(recurrent=replace(mamba2, norm_first=True))),
     }[name]
     return FamilyWeights(seed, dtype).model(family, shape or own)
+
+
+def compressed(plain: Shape, q_rank: int | None) -> Shape:
+    """Latent attention with every width of its own, in one layer of two beside experts."""
+    rope = Rope(10_000.0, 16, "neighbours")
+    latent = LatentShape(kv_rank=48, q_rank=q_rank, plain_width=20, value_width=12, norm_eps=1e-6)
+    layer = LayerShape(latent_attention(6, rope, latent, 1.1), ff_width=80)
+    experts = ExpertShape(5, 2, 40, renormalise=True, dense_layers=frozenset({0}), shared_width=24)
+    return replace(plain, family="deepseek2", layers=(layer, layer), experts=experts)
 
 
 def uneven(plain: Shape) -> Shape:

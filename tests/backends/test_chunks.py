@@ -29,7 +29,7 @@ from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.decoder import Decoder
 from ostinato.errors import InternalError
 from ostinato.options import KVType
-from tests.backends.families import FAMILIES, family_model
+from tests.backends.families import FAMILIES, LATENT, family_model
 from tests.engine.rig import DEADLINE_S, Driver, open_loop
 from tests.random_model import random_model
 
@@ -223,7 +223,7 @@ def check_outputs(driver: Driver, model: Model, tolerance: float) -> None:
     np.testing.assert_allclose(told.top_logprobs, best[:, :TOP], atol=2e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + LATENT)
 @pytest.mark.parametrize("mode", ["loop", "twin"])
 def test_outputs_are_near_those_of_dense_weights(family: str, mode: str) -> None:
     model = family_model(family)

@@ -36,7 +36,7 @@ from ostinato.errors import HardwareCannot, InternalError
 from ostinato.loop.layout import Finish, Word
 from ostinato.models.rope import Rope
 from ostinato.options import KVType, Sampling
-from tests.backends.families import FAMILIES, RECURRENT, family_model
+from tests.backends.families import FAMILIES, LATENT, RECURRENT, family_model
 from tests.backends.native.tiled import dense, packed_blocks, plain_tiles, tiled
 from tests.counts import soak
 from tests.engine.rig import DEADLINE_S, Driver, held, open_loop
@@ -97,7 +97,7 @@ def compare(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> No
 # The same logits
 
 
-@pytest.mark.parametrize("family", FAMILIES + RECURRENT)
+@pytest.mark.parametrize("family", FAMILIES + RECURRENT + LATENT)
 def test_every_family_has_the_logits_of_dense_weights_for_64_steps(family: str) -> None:
     model = family_model(family)
     with closing(opened(tiled(model))) as driver:
@@ -108,7 +108,7 @@ def test_every_family_has_the_logits_of_dense_weights_for_64_steps(family: str) 
 
 
 @pytest.mark.parametrize("kv_type", get_args(KVType))
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek2"])
 def test_every_type_of_keys_and_values_decodes_as_the_twin_does(family: str, kv_type: KVType) -> None:
     model = family_model(family)
     with closing(opened(tiled(model), kv_type=kv_type)) as driver:
@@ -211,7 +211,7 @@ def bits_of(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kv_type"),
-    [(family, kv_type) for family in ("llama", "gemma2", "mixtral", "gpt2") for kv_type in ("f32", "q8_0")]
+    [(family, kv_type) for family in ("llama", "gemma2", "mixtral", "gpt2", "deepseek2") for kv_type in ("f32", "q8_0")]
     + [("mamba", "f32"), ("mamba2", "f32"), ("falcon-h1", "f32")],
 )
 def test_bits_do_not_depend_on_threads_neighbours_or_cuts(family: str, kv_type: KVType) -> None:
@@ -228,7 +228,7 @@ def test_bits_do_not_depend_on_threads_neighbours_or_cuts(family: str, kv_type: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2", "mamba", "mamba2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2", "mamba", "mamba2", "deepseek2"])
 @pytest.mark.parametrize("level", [level.name for level in levels_of(architecture())[1:3]])
 def test_bits_do_not_depend_on_the_level_of_the_cpu(family: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiled(family_model(family))
@@ -285,9 +285,10 @@ def test_a_loop_is_not_opened_with_other_activations_than_its_weights_were_packe
         open_runner(model, settle_model(model, "loop", context=64, n_pages=8, threads=1))
 
 
-def test_a_long_past_is_shared_out_by_blocks_with_the_same_bits() -> None:
+@pytest.mark.parametrize("family", ["llama", "deepseek2"])
+def test_a_long_past_is_shared_out_by_blocks_with_the_same_bits(family: str) -> None:
     """One row of few key heads is split over threads; four of them are not."""
-    model = tiled(random_model("kv"))
+    model = tiled(family_model(family))
     prompt = [(5 * i + 1) % 128 for i in range(700)]
     found = []
     for threads, n_others in ((1, 0), (2, 0), (3, 0), (2, 3), (1, 3)):

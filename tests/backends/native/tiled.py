@@ -17,7 +17,7 @@ from ostinato.backends.torch.weight import Weight, dense_of
 from ostinato.backends.weights import Stack
 from ostinato.files.quants import BLOCKS
 from ostinato.lab.random_weights import random_blocks
-from ostinato.models.blocks import MLP, AnyLayer, Attention, Experts, Layer, Linear, Mixer, PlainMLP
+from ostinato.models.blocks import MLP, AnyLayer, Attention, Experts, LatentAttention, Layer, Linear, Mixer, PlainMLP
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -77,6 +77,11 @@ def tiled(model: Model, pack: Pack | None = None) -> Model:
         parts = Stack(tuple(pack(part) for part in torch.split(block.qkv.weight, [*block.shape.qkv_widths])))
         return replace(block, qkv=replace(block.qkv, weight=parts), out=one(block.out))
 
+    def latent(block: LatentAttention) -> LatentAttention:
+        q_a = None if block.q_a is None else one(block.q_a)
+        block = replace(block, k_b=tuple(map(pack, block.k_b)), v_b=tuple(map(pack, block.v_b)))
+        return replace(block, q_a=q_a, q_b=one(block.q_b), kv_a=one(block.kv_a), out=one(block.out))
+
     def mlp(block: MLP) -> MLP:
         if isinstance(block, PlainMLP):
             return replace(block, up=one(block.up), down=one(block.down))
@@ -105,6 +110,8 @@ def tiled(model: Model, pack: Pack | None = None) -> Model:
         made: dict[str, Any] = {}
         if isinstance(block.attention, Attention):
             made["attention"] = attention(block.attention)
+        elif isinstance(block.attention, LatentAttention):
+            made["attention"] = latent(block.attention)
         if block.mlp is not None:
             made["mlp"] = mlp(block.mlp)
         if isinstance(block, Layer) and block.mixer is not None:

@@ -159,11 +159,11 @@ class NativeRunner(Runner):
 
 def why_not_blocks(shape: Shape) -> str | None:
     """Why the native loop cannot express a model; None where it can."""
-    odd = {one.head_width for one in shape.attention.values() if one.head_width % HEAD_LANES}
+    widths = {width for one in shape.attention.values() for width in (one.head_width, one.value_width)}
+    odd = {width for width in widths if width % HEAD_LANES}
     checks = (
-        (any(one.latent is not None for one in shape.attention.values()), "the native loop has no latent attention"),
         (
-            any(one.value_width != one.head_width for one in shape.attention.values()),
+            any(one.own_value_width not in (0, one.head_width) for one in shape.attention.values()),
             "the native loop wants values as wide as keys",
         ),
         (
@@ -190,7 +190,7 @@ def _workspace_bytes(shape: Shape, settled: Settled, chunk_rows: int) -> int:
     inner, recurrent_bytes = _recurrent_row(shape)
     widest = max(shape.hidden, heads, ff, inner)
     row_bytes = FLOAT_BYTES * (2 * shape.hidden + max(shape.hidden, heads, inner) + qkv + heads + 2 * n_used * ff)
-    row_bytes += recurrent_bytes
+    row_bytes += recurrent_bytes + _latent_row(shape, settled.threads or 1)
     row_bytes += PREPARED_BYTES * widest
     if experts is not None:
         row_bytes += n_used * (FLOAT_BYTES * shape.hidden + PREPARED_BYTES * widest)
@@ -198,6 +198,19 @@ def _workspace_bytes(shape: Shape, settled: Settled, chunk_rows: int) -> int:
         row_bytes += FLOAT_BYTES * shape.hidden if experts.shared_width else 0
     sampled = shape.vocab if shape.causal else 0
     return rows * row_bytes + (SAMPLER_BYTES * (settled.threads or 1) + FLOAT_BYTES) * sampled
+
+
+def _latent_row(shape: Shape, threads: int) -> int:
+    """Of a row in latent attention: what is compressed and expanded, and of each thread a head's input."""
+    n_bytes = 0
+    for one in shape.attention.values():
+        if one.latent is not None:
+            own, rotated = one.latent, one.head_width - one.latent.kv_rank
+            widest = one.n_heads * max(own.plain_width + rotated, own.value_width)
+            floats = one.head_width + (own.q_rank or 0) + 2 * widest
+            a_head = PREPARED_BYTES * (one.head_width + (own.q_rank or 0))
+            n_bytes = max(n_bytes, FLOAT_BYTES * floats + PREPARED_BYTES * widest + threads * a_head)
+    return n_bytes
 
 
 def _recurrent_row(shape: Shape) -> tuple[int, int]:

@@ -57,13 +57,13 @@ class NativePages:
         group_of, kind = group_of_layer(groups), KV_TYPES[kv_type]
 
         def layer(n_pages: int, attention: AttentionShape) -> LayerPages:
-            heads, width = (n_pages, attention.n_kv_heads), attention.head_width
-            blocks = KV_FORMATS[kv_type].n_scales(width)
+            heads, kept = (n_pages, attention.n_kv_heads), KV_FORMATS[kv_type]
+            width, value_width = attention.head_width, attention.own_value_width
             return LayerPages(
                 grown_zeros((*heads, width, PAGE_TOKENS), kind),
-                grown_zeros((*heads, PAGE_TOKENS, width), kind),
-                host_zeros((*heads, blocks, PAGE_TOKENS), np.float16),
-                host_zeros((*heads, PAGE_TOKENS, blocks), np.float16),
+                grown_zeros((*heads, PAGE_TOKENS, value_width), kind),
+                host_zeros((*heads, kept.n_scales(width), PAGE_TOKENS), np.float16),
+                host_zeros((*heads, PAGE_TOKENS, kept.n_scales(value_width)), np.float16),
             )
 
         attention = shape.attention

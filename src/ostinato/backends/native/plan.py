@@ -25,8 +25,8 @@ from ostinato.loop.memory import address_of, host_zeros, memory_in
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import (
     MLP,
+    AnyAttention,
     AnyLayer,
-    Attention,
     DeltaMixer,
     Experts,
     GatedMLP,
@@ -94,17 +94,26 @@ class _Mixer(Structure):
     )
 
 
+class _Latent(Structure):
+    _fields_ = (
+        *((name, _Product) for name in ("q_a", "q_b", "kv_a")),
+        *((name, _Norm) for name in ("q_a_norm", "kv_a_norm")),
+        ("heads", c_void_p),
+        *((name, c_int) for name in ("q_rank", "kv_rank", "plain", "rotated", "expanded")),
+    )
+
+
 class _Layer(Structure):
     _fields_ = (
         *((name, _Norm) for name in ("attention_norm", "after_attention", "attention_post_norm")),
         *((name, _Norm) for name in ("mlp_norm", "after_mlp", "mlp_post_norm", "q_norm", "k_norm")),
         *((name, _Product) for name in ("qkv", "out", "gate_up", "down", "router")),
         *((name, _Product) for name in ("shared_gate_up", "shared_down", "into_latent", "out_of_latent")),
-        *((name, c_void_p) for name in ("experts", "choice_bias", "sinks", "mixer")),
+        *((name, c_void_p) for name in ("experts", "choice_bias", "sinks", "latent", "mixer")),
         ("cache", _Cache),
         *((name, c_int) for name in ("window", "rope", "ff_width", "group", "gated")),
         *((name, c_int) for name in ("qk_norm", "parallel", "n_heads", "n_kv_heads", "head_width")),
-        *((name, c_int) for name in ("gates", "temperature_span")),
+        *((name, c_int) for name in ("value_width", "gates", "temperature_span")),
         *((name, c_float) for name in ("query_scale", "softcap", "temperature", "attention_scale")),
     )
 
@@ -329,26 +338,49 @@ class NativeStep:
                 out.attention_post_norm, out.mlp_post_norm = map(self._norm, (layer.attention_norm, layer.mlp_norm))
         if isinstance(layer, Layer) and layer.mixer is not None:
             self._set_mixer(out, layer.mixer, memory, layer.mixer_in)
-        if isinstance(layer.attention, LatentAttention):
-            raise InternalError("the native loop was given latent attention, which it does not know")
         if layer.attention is not None:
             self._set_attention(out, layer.attention, memory, ropes)
         if layer.mlp is not None:
             self._set_mlp(out, layer.mlp, shape)
         return out
 
-    def _set_attention(self, out: _Layer, attention: Attention, memory: NativePages, ropes: list[Rope]) -> None:
+    def _set_attention(self, out: _Layer, attention: AnyAttention, memory: NativePages, ropes: list[Rope]) -> None:
         number, s = attention.layer, attention.shape
-        out.q_norm, out.k_norm = self._norm(attention.q_norm), self._norm(attention.k_norm)
-        out.qkv, out.out = self._product(attention.qkv), self._product(attention.out)
+        if isinstance(attention, LatentAttention):
+            out.latent = self._kept.structs(_Latent, [self._latent(attention)])
+        else:
+            out.q_norm, out.k_norm = self._norm(attention.q_norm), self._norm(attention.k_norm)
+            out.qkv = self._product(attention.qkv)
+        out.out = self._product(attention.out)
         out.cache, out.group = _cache(memory.layers[number]), memory.group_of[number]
         out.window, out.rope = s.window or 0, -1 if s.rope is None else ropes.index(s.rope)
-        out.n_heads, out.n_kv_heads, out.head_width = s.n_heads, s.n_kv_heads, s.head_width
+        out.n_heads, out.n_kv_heads = s.n_heads, s.n_kv_heads
+        out.head_width, out.value_width = s.head_width, s.value_width
         out.gates = s.gated + s.gates_apart
         out.query_scale, out.softcap = s.query_scale, s.softcap or 0.0
         out.qk_norm, out.sinks = _QK_NORMS.index(s.qk_norm), self._table(attention.sinks)
         if s.temperature is not None:
             out.temperature, out.temperature_span = s.temperature.scale, s.temperature.span
+
+    def _latent(self, attention: LatentAttention) -> _Latent:
+        latent = attention.shape.latent
+        assert latent is not None
+        if not isinstance(attention.k_b, tuple) or not isinstance(attention.v_b, tuple):
+            raise InternalError("the native loop was given the heads of latent attention in one matrix")
+        parts = [self._of(matrix) for both in zip(attention.k_b, attention.v_b, strict=True) for matrix in both]
+        return _Latent(
+            q_a=_Product() if attention.q_a is None else self._product(attention.q_a),
+            q_b=self._product(attention.q_b),
+            kv_a=self._product(attention.kv_a),
+            q_a_norm=self._norm(attention.q_a_norm),
+            kv_a_norm=self._norm(attention.kv_a_norm),
+            heads=self._kept.structs(_Product, parts),
+            q_rank=latent.q_rank or 0,
+            kv_rank=latent.kv_rank,
+            plain=latent.plain_width,
+            rotated=attention.shape.head_width - latent.kv_rank,
+            expanded=latent.value_width,
+        )
 
     def _set_mixer(self, out: _Layer, mixer: Mixer, memory: NativePages, input_scale: float) -> None:
         inputs, *scanned = memory.states[mixer.layer]  # a short convolution has nothing else
@@ -475,7 +507,10 @@ def chunk_rows(shape: Shape, context: int) -> int:
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     """The library with its return types declared, checked to have the same struct sizes as these classes."""
     library.ostinato_scratch_bytes.restype, library.ostinato_open.restype = c_uint64, c_void_p
-    ours = [sizeof(kind) for kind in (_Plan, _Layer, _Product, _Mixer, _Rope, PartStruct, OutputsStruct, RouterStruct)]
+    ours = [
+        sizeof(kind)
+        for kind in (_Plan, _Layer, _Product, _Mixer, _Rope, PartStruct, OutputsStruct, RouterStruct, _Latent)
+    ]
     if [library.ostinato_plan_bytes(which) for which in range(len(ours))] != ours:
         raise InternalError("the native library has another idea of a plan than backends/native/plan.py")
     return library

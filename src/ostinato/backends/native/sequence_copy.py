@@ -62,8 +62,9 @@ class NativeSequenceCopy:
             for number in layers:
                 layer = self._pages.layers[number]
                 both = (layer.keys, layer.key_scales) if is_key else (layer.values, layer.value_scales)
-                for array in both if both[1].size else both[:1]:
-                    yield number, array, is_key
+                for array in both:
+                    if array.size:
+                        yield number, array, is_key
 
     def _places(
         self, layers: Sequence[int], pages: PageTables, positions: range

@@ -26,7 +26,7 @@ constexpr int MOST_QUERIES = 4;
 #endif
 constexpr int SCORED_PAGES = 2;
 
-// Keys and values of one layer; scales where they are Q8_0, float16: keys' [width / 32][16], values' [16][width / 32].
+// Keys and values of one layer; without values, a key's last numbers are its value. Scales where they are Q8_0, float16: keys' [width / 32][16], values' [16][width / 32].
 struct Cache {
     unsigned char *keys, *values;
     unsigned short *key_scales, *value_scales;
@@ -34,7 +34,7 @@ struct Cache {
 
 struct Heads {
     int kept;  // a Kept
-    int n_kv, group, width;
+    int n_kv, group, width, value_width;  // values that are kept are as wide as keys
     float softcap;  // 0: none
 
     size_t page_items() const { return size_t(n_kv) * PAGE * width; }
@@ -55,7 +55,7 @@ struct Past {
 // What one query (a head of a row) sees of one block, or of all blocks so far.
 struct SoftmaxState {
     float top, sum;
-    float* mixed;  // [width]
+    float* mixed;  // [value_width]
 };
 
 struct Query {
@@ -185,6 +185,28 @@ static inline void mix(
         for (int v = 0; v < V; v++) store(partials[i].mixed + column + v * LANES, sums[i][v]);
 }
 
+// The same over keys whose numbers from `first` on are values: a key's numbers lie 16 positions side by side, so each
+// lane sums over its own position of every page, and the lanes of a number are added up in the end.
+template <int KEPT, int Q>
+static inline void mix_keys(
+    int first, int n, const PageOfHead* pages, int begin, int end, const float* weights, SoftmaxState* partials
+) {
+    for (int c = 0; c < n; c++) {
+        Lanes sums[Q];
+        for (int i = 0; i < Q; i++) sums[i] = lanes(0.0f);
+        for (int p = begin; p < end; p++) {
+            Lanes values = kept_lanes<KEPT>(pages[p].keys, size_t(first + c) * PAGE);
+            if (KEPT == KEPT_Q8_0) values = mul(values, from_f16(pages[p].key_scales + (first + c) / Q8_BLOCK * PAGE));
+            for (int i = 0; i < Q; i++) {
+                const Lanes weight = load(weights + i * BLOCK + p * PAGE);
+                // Where the mask hides a position, its cell may hold anything.
+                sums[i] = fma(weight, where_less(lanes(0.0f), weight, values, lanes(0.0f)), sums[i]);
+            }
+        }
+        for (int i = 0; i < Q; i++) partials[i].mixed[c] = sum(sums[i]);
+    }
+}
+
 template <int KEPT, int Q>
 static inline void mix_all(
     int width, const PageOfHead* pages, const unsigned char* const* next, int begin, int end, const float* weights,
@@ -218,7 +240,8 @@ __attribute__((noinline)) static void attend_queries(
     const unsigned char* order[2 * (BLOCK / PAGE) + 2 * PAGES_AHEAD + 1];
     int n_order = 0;
     for (int p = begin; p < end; p++) order[n_order++] = at[p].keys;
-    for (int p = begin; p < end; p++) order[n_order++] = at[p].values;
+    const bool in_keys = past.cache.values == nullptr;
+    for (int p = begin; p < end; p++) order[n_order++] = in_keys ? at[p].keys : at[p].values;
     for (int p = 0; p < next.n; p++) order[n_order++] = next.at[p];
     for (int p = next.n; p <= PAGES_AHEAD; p++) order[n_order++] = at[begin].keys;
     constexpr int P = SCORED_PAGES;
@@ -231,6 +254,10 @@ __attribute__((noinline)) static void attend_queries(
         from = from < begin * PAGE ? begin * PAGE : from > end * PAGE ? end * PAGE : from;
         to = to < from ? from : to > end * PAGE ? end * PAGE : to;
         to_weights(scores + i * BLOCK, begin * PAGE, end * PAGE, from, to, past.heads.softcap, partials[i]);
+    }
+    if (in_keys) {
+        const int n = past.heads.value_width;
+        return mix_keys<KEPT, Q>(width - n, n, at, begin, end, scores, partials);
     }
     constexpr int R = Q > 4 ? 4 : Q;  // rows of four registers
     ahead += end - begin;
@@ -303,7 +330,7 @@ static inline void attend(
     const Past& past, const Query* queries, int n, float* const* out, float* scratch, const NextPages& next
 ) {
     SoftmaxState all[MOST_QUERIES], part[MOST_QUERIES];
-    const int width = past.heads.width;
+    const int width = past.heads.value_width;
     int begin = queries[0].first, end = queries[0].last;
     bool attended[MOST_QUERIES] = {};
     for (int i = 0; i < n; i++) {
@@ -347,7 +374,7 @@ static inline void append(const Past& past, int position, const float* key, cons
         case KEPT_F32: {
             float *keys = reinterpret_cast<float*>(cache.keys), *values = reinterpret_cast<float*>(cache.values);
             for (int c = 0; c < width; c++) keys[key_at + size_t(c) * PAGE] = key[c];
-            for (int c = 0; c < width; c++) values[value_at + c] = value[c];
+            for (int c = 0; values && c < width; c++) values[value_at + c] = value[c];
             return;
         }
         case KEPT_F16:
@@ -358,7 +385,7 @@ static inline void append(const Past& past, int position, const float* key, cons
             for (int c = 0; c < width; c += LANES) {
                 unsigned short halves[LANES];
                 narrow(halves, load(key + c));
-                narrow(values + value_at + c, load(value + c));
+                if (values) narrow(values + value_at + c, load(value + c));
                 for (int i = 0; i < LANES; i++) keys[key_at + size_t(c + i) * PAGE] = halves[i];
             }
             return;
@@ -370,7 +397,7 @@ static inline void append(const Past& past, int position, const float* key, cons
             unsigned short* value_scales = cache.value_scales + item / Q8_BLOCK + size_t(cell) * (width / Q8_BLOCK);
             for (int c = 0; c < width; c += Q8_BLOCK) {
                 append_q8_0(key + c, keys + key_at + size_t(c) * PAGE, PAGE, key_scales + c / Q8_BLOCK * PAGE);
-                append_q8_0(value + c, values + value_at + c, 1, value_scales + c / Q8_BLOCK);
+                if (values) append_q8_0(value + c, values + value_at + c, 1, value_scales + c / Q8_BLOCK);
             }
         }
     }

@@ -57,6 +57,17 @@ struct Mixer {
     float norm_eps, least_step, most_step;
 };
 
+// Latent attention: all heads attend to one key, a part that is rotated and the compressed row behind it, which is the
+// value too; the matrices of each head stand beside its queries and its output.
+struct Latent {
+    Product q_a, q_b, kv_a;     // q_a: none where q_rank is 0; kv_a: the compressed row, then what is rotated
+    block::Norm q_a_norm, kv_a_norm;
+    const Product* heads;       // of each head in turn: its queries' to the compressed row's space, and out of it
+    int q_rank, kv_rank, plain, rotated, expanded;  // plain: of a query, before its rotated part; expanded: of a value
+
+    int query_width() const { return plain + rotated; }
+};
+
 enum MixerKind { MAMBA, MAMBA2, SHORT_CONV, DELTA };
 // Where the gates on what query heads have seen stand: nowhere, each behind its query, all behind all queries.
 enum Gates { NO_GATES, BEHIND_QUERY, BEHIND_QUERIES };
@@ -76,6 +87,7 @@ struct Layer {
     const Product* experts;     // gate_up and down of each in turn, or null
     const float* choice_bias;   // [experts], or null
     const float* sinks;         // [heads], or null
+    const Latent* latent;       // what leads into attention and out of it, in place of qkv; or null
     const Mixer* mixer;         // alone, or beside attention on the same input; or null
     attention::Cache cache;
     int window;  // positions that it sees; 0: all
@@ -85,7 +97,7 @@ struct Layer {
     int gated;
     int qk_norm;   // of `QkNorm`
     int parallel;  // the MLP takes in what attention did, before the residual gains
-    int n_heads, n_kv_heads, head_width;
+    int n_heads, n_kv_heads, head_width, value_width;
     int gates;  // of `Gates`
     int temperature_span;        // positions after which queries grow; 0: never
     float query_scale, softcap;  // 0: no cap
@@ -95,11 +107,11 @@ struct Layer {
     bool attends() const { return n_heads > 0; }
     const float* sink_of(int head) const { return sinks ? sinks + head : nullptr; }
     int queries() const { return n_heads / n_kv_heads; }  // that share a key head
-    int attended_width() const { return n_heads * head_width; }
+    int attended_width() const { return n_heads * value_width; }
     int query_step() const { return gates == BEHIND_QUERY ? 2 * head_width : head_width; }
-    int keys_at() const { return attended_width() * (gates ? 2 : 1); }
+    int keys_at() const { return n_heads * head_width * (gates ? 2 : 1); }
     int gates_at() const { return gates == BEHIND_QUERY ? head_width : attended_width(); }
-    int qkv_width() const { return keys_at() + 2 * n_kv_heads * head_width; }
+    int qkv_width() const { return keys_at() + (latent ? 1 : 2) * n_kv_heads * head_width; }
 };
 
 struct Rope {
@@ -170,7 +182,7 @@ struct Pieces {
 struct ThreadScratch {
     float *x, *row;          // [few rows][hidden]; [few rows][widest]
     float *queries, *partial;  // of a key head's group, or of a chunk's rows; what attention has seen
-    unsigned char *inputs, *sampler;
+    unsigned char *inputs, *head_inputs, *sampler;  // head_inputs: of a head of latent attention, all rows
 };
 
 // The forward through the layers: the rows, and the memory that members share. Independent of team and step boundary.
@@ -189,6 +201,8 @@ struct ForwardPass {
     int hidden_stride, attended_stride, qkv_stride, inside_stride, n_blocks, most_units, widest;
     int into_stride, convolved_stride, selected_stride, steps_stride;  // of recurrent blocks
     float *into, *convolved, *selected, *steps, *mixed;
+    int compressed_stride, expanded_stride;  // of latent attention
+    float *compressed, *expanded;
     float *x, *normed, *qkv, *attended, *out, *inside, *cos_sin, *block_partials, *block_mixed, *scores, *choices, *shares;
     float *expert_out, *latent, *shared_out;
     float* first_logits;
@@ -246,6 +260,16 @@ struct ForwardPass {
                 selected_stride = at_least(selected_stride, mixer->select.rows);
                 steps_stride = at_least(steps_stride, mixer->kind == MAMBA ? mixer->inner : 2 * mixer->n_heads);
             }
+        compressed_stride = expanded_stride = 0;
+        for (int i = 0; i < p.n_layers; i++)
+            if (const Latent* own_latent = p.layers[i].latent) {
+                const int n_heads = p.layers[i].n_heads, row = own_latent->kv_rank + own_latent->rotated;
+                compressed_stride = at_least(compressed_stride, row + own_latent->q_rank);
+                expanded_stride = at_least(expanded_stride, n_heads * own_latent->query_width());
+                expanded_stride = at_least(expanded_stride, n_heads * own_latent->expanded);
+                widest = at_least(widest, own_latent->q_rank);
+                widest = at_least(widest, expanded_stride);
+            }
         const int most_cols = widest > inside_stride / 2 ? widest : inside_stride / 2;
         const int queries = group > ROWS_TOGETHER ? group : ROWS_TOGETHER;
 
@@ -276,6 +300,8 @@ struct ForwardPass {
         selected = pieces.take<float>(size_t(rows) * selected_stride);
         steps = pieces.take<float>(size_t(rows) * steps_stride);
         mixed = pieces.take<float>(beside ? size_t(rows) * hidden_stride : 0);
+        compressed = pieces.take<float>(size_t(rows) * compressed_stride);
+        expanded = pieces.take<float>(size_t(rows) * expanded_stride);
         first_logits = pieces.take<float>(p.head.rows);
         part_of = pieces.take<int>(rows);
         chunk_position = pieces.take<int>(rows);
@@ -288,6 +314,9 @@ struct ForwardPass {
             mine.queries = pieces.take<float>(size_t(queries) * head_width);
             mine.partial = pieces.take<float>(size_t(2) * attention::MOST_QUERIES * head_width);
             mine.inputs = pieces.take<unsigned char>(inputs_bytes(most_cols, FEW_ROWS));
+            mine.head_inputs = pieces.take<unsigned char>(
+                compressed_stride ? inputs_bytes(at_least(head_width, compressed_stride), rows) : 0
+            );
             mine.sampler = pieces.take<unsigned char>(sampler_bytes(plan.head.rows));
             own.push_back(mine);
         }
@@ -507,6 +536,7 @@ struct ForwardPass {
             recur(m, *mixer, in, out);
             return made;
         }
+        if (layer.latent) return latent_rows(m, layer, *layer.latent, in, made);
         product(m, layer.qkv, in, qkv, qkv_stride);
         m.barrier();
         if (layer.qk_norm == OF_ROWS) {
@@ -521,6 +551,70 @@ struct ForwardPass {
         product(m, layer.out, seen, out, hidden_stride);
         m.barrier();
         return made;
+    }
+
+    // --- latent attention ---
+
+    Gain latent_rows(team::Member& m, const Layer& layer, const Latent& w, const Inputs& in, const Gain& made) {
+        compress(m, w, in);
+        absorb(m, layer, w);
+        if (is_chunk) attend_chunk(m, layer);
+        else attend_rows(m, layer);
+        m.barrier();
+        each_row(m, [&](int row) { attended_row(m, layer, row); });
+        if (!few()) m.barrier();
+        for (int head = m.me; head < layer.n_heads; head += m.n)
+            product_of_head(m, w.heads[2 * head + 1], w.kv_rank, expanded + head * w.expanded, expanded_stride,
+                         [&](int row) { return seen_row(m, layer, row) + head * layer.value_width; });
+        m.barrier();
+        const Inputs seen = prepared(m, layer.n_heads * w.expanded, [&](int row) {
+            return expanded + size_t(row) * expanded_stride;
+        });
+        product(m, layer.out, seen, out, hidden_stride);
+        m.barrier();
+        return made;
+    }
+
+    // Rows to compressed ones, [compressed row, what is rotated of its key, compressed query], and to queries of all heads.
+    void compress(team::Member& m, const Latent& w, const Inputs& in) {
+        const int queries_at = w.kv_rank + w.rotated;
+        product(m, w.kv_a, in, compressed, compressed_stride);
+        product(m, w.q_rank ? w.q_a : w.q_b, in, w.q_rank ? compressed + queries_at : expanded,
+                w.q_rank ? compressed_stride : expanded_stride);
+        m.barrier();
+        if (!w.q_rank) return;
+        const Inputs own_queries = prepared(m, w.q_rank, [&](int row) {
+            float* to = normed_row(m, row);
+            block::normed(w.q_a_norm, compressed + size_t(row) * compressed_stride + queries_at, w.q_rank, to);
+            return to;
+        });
+        product(m, w.q_b, own_queries, expanded, expanded_stride);
+        m.barrier();
+    }
+
+    // To queries and the one key that attention takes: first what is rotated, then the compressed row, or a query there.
+    void absorb(team::Member& m, const Layer& layer, const Latent& w) {
+        const size_t rotated_bytes = w.rotated * sizeof(float);
+        m.each(n_rows, [&](int row) {
+            float *to = qkv + size_t(row) * qkv_stride, *key = to + size_t(layer.n_heads) * layer.head_width;
+            const float *from = compressed + size_t(row) * compressed_stride, *queries = expanded + size_t(row) * expanded_stride;
+            memcpy(key, from + w.kv_rank, rotated_bytes);
+            block::normed(w.kv_a_norm, from, w.kv_rank, key + w.rotated);
+            for (int head = 0; head < layer.n_heads; head++)
+                memcpy(to + size_t(head) * layer.head_width, queries + size_t(head) * w.query_width() + w.plain, rotated_bytes);
+        });
+        for (int head = m.me; head < layer.n_heads; head += m.n)
+            product_of_head(m, w.heads[2 * head], w.plain, qkv + size_t(head) * layer.head_width + w.rotated, qkv_stride,
+                         [&](int row) { return expanded + size_t(row) * expanded_stride + size_t(head) * w.query_width(); });
+        m.barrier();
+    }
+
+    // The product of one head for all rows, by one member.
+    template <class F>
+    void product_of_head(team::Member& m, const Product& w, int cols, float* to, long stride, F row_of_input) {
+        const Inputs in = inputs_over(own[m.me].head_inputs, cols, n_rows, plan.wide != 0);
+        for (int row = 0; row < n_rows; row++) prepare(in, row_of_input(row), 0, row, row + 1);
+        tiles_of(w, in, n_rows, to, stride, 0, n_tiles(w));
     }
 
     void mlp(team::Member& m, const Layer& layer, const Inputs& in) {
@@ -625,7 +719,8 @@ struct ForwardPass {
     }
 
     attention::Past past_of(const Layer& layer, int row, int kv) const {
-        const attention::Heads heads{plan.kept, layer.n_kv_heads, layer.queries(), layer.head_width, layer.softcap};
+        const attention::Heads heads{plan.kept, layer.n_kv_heads, layer.queries(), layer.head_width,
+                                     layer.value_width, layer.softcap};
         return {heads, layer.cache, pages_of(layer, row), kv};
     }
 
@@ -761,18 +856,23 @@ struct ForwardPass {
         return to;
     }
 
+    // Where what a row's heads have seen is, once it is joined.
+    float* seen_row(team::Member& m, const Layer& layer, int row) {
+        const bool is_joined_alone = few() && !is_chunk && shared_by_block(layer);
+        return is_joined_alone ? normed_row(m, row) : attended + size_t(row) * attended_stride;
+    }
+
     // What all heads of a row have seen: there already, or joined of the blocks.
     const float* attended_row(team::Member& m, const Layer& layer, int row) {
-        float* there = attended + size_t(row) * attended_stride;
-        if (is_chunk || !shared_by_block(layer)) return there;
-        const int width = layer.head_width, position = position_of(row), first = first_visible(layer, position);
-        float* to = few() ? normed_row(m, row) : there;
+        float* to = seen_row(m, layer, row);
+        if (is_chunk || !shared_by_block(layer)) return to;
+        const int width = layer.value_width, position = position_of(row), first = first_visible(layer, position);
         attention::SoftmaxState all{0, 0, own[m.me].partial};
         for (int head = 0; head < layer.n_heads; head++) {
             for (int at = first / attention::BLOCK; at * attention::BLOCK <= position; at++) {
                 const size_t place_of = block_place(layer, row, head, at);
                 const float* partial = block_partials + 2 * place_of;
-                const attention::SoftmaxState part{partial[0], partial[1], block_mixed + place_of * width};
+                const attention::SoftmaxState part{partial[0], partial[1], block_mixed + place_of * layer.head_width};
                 attention::join(all, part, width, at == first / attention::BLOCK);
             }
             attention::finish(all, width, layer.sink_of(head), to + size_t(head) * width);
@@ -822,7 +922,7 @@ struct ForwardPass {
                 float* q = mine.queries + size_t(i) * of.width;
                 query_of(layer, row, head, q);
                 queries[i] = {q, first_visible(layer, position_of(row)), visible_end(layer, row), layer.sink_of(head)};
-                to[i] = attended + size_t(row) * attended_stride + size_t(head) * of.width;
+                to[i] = attended + size_t(row) * attended_stride + size_t(head) * of.value_width;
             }
             attention::attend(past, queries, n, to, mine.partial, next);
         }

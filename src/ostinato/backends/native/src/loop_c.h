@@ -12,7 +12,7 @@ extern "C" {
 int ostinato_plan_bytes(int which) {
     const size_t bytes[] = {sizeof(loop::Plan), sizeof(loop::Layer), sizeof(loop::Product),
                             sizeof(loop::Mixer), sizeof(loop::Rope), sizeof(loop::Part), sizeof(loop::Outputs),
-                            sizeof(block::Router)};
+                            sizeof(block::Router), sizeof(loop::Latent)};
     return int(bytes[which]);
 }
 
