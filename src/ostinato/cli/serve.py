@@ -26,7 +26,7 @@ _LISTENING, _MODELS, _SCALE = "Listening and access", "Models", "Beyond one engi
 @flags.verb
 def serve(
     *,
-    models: flags.ModelsAnywhere = (DEFAULT,),
+    model: flags.ModelsAnywhere = (DEFAULT,),
     host: Annotated[str, Flag("Where to listen.", "ADDRESS", panel=_LISTENING)] = DEFAULT_HOST,
     port: Annotated[int, Flag("0 takes a free one.", "N", panel=_LISTENING)] = DEFAULT_PORT,
     alias: Annotated[
@@ -81,8 +81,8 @@ def serve(
     check_extra("serve", "the server")
     keys = (*(api_key or ()), *_keys_in(api_key_file))
     options = ServeOptions(
-        model=models[0],
-        more_models=tuple(models[1:]),
+        model=model[0],
+        more_models=model[1:],
         load=load,
         host=host,
         port=port,
@@ -100,8 +100,8 @@ def serve(
     say = _checked_once(talk)
     if script is not None:
         say(f"warning: answers are the texts of {script}, not the model's")
-    if many and len(models) > 1:
-        raise BadInput(f"--replicas serve one model, and {len(models)} were given; give one, or serve without replicas")
+    if many and len(model) > 1:
+        raise BadInput(f"--replicas serve one model, and {len(model)} were given; give one, or serve without replicas")
     if many:
         from ostinato.scale.replicas import run_replicas
 
@@ -110,8 +110,8 @@ def serve(
         raise BadInput("--routing is between replicas; give --replicas too")
     else:
         supervisor = Supervisor(options, say)
-        for model in models:  # before anything starts: an unknown name, or a download
-            resolve(model, talk=say)
+        for one in model:  # before anything starts: an unknown name, or a download
+            resolve(one, talk=say)
         code = supervisor.run()
     if code:
         raise typer.Exit(code)

@@ -280,6 +280,8 @@ class Supervisor:
         worker = self._workers[event["model"]]
         if event["event"] in ("starting", "ended"):
             worker.told.clear()
+        if event["event"] == "ready":  # a new front need not make room for it
+            worker.told = [{**one, "event": "loads"} if one["event"] == "needs" else one for one in worker.told]
         worker.told.append(event)
         if self._front.child is not None:
             self._front.child.tell(event)
