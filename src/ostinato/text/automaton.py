@@ -1,0 +1,224 @@
+"""Automata: a grammar compiled once, and the tokens that may come next at any position in it.
+
+The compiler and the walk are C++ (`src/automaton.cpp`, `src/grammar_walk.h`); here they are opened and given Python's
+names. `BadOption` says what the compiler cannot take. The layout of an automaton is told in docs/structured.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from array import array
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ostinato import build
+from ostinato.errors import BadOption
+from ostinato.text.program import Program
+from ostinato.text.schema_program import ascii_classes, schema_node
+
+SOURCES: Final = Path(__file__).parent / "src"
+MAX_DEPTH: Final = 64
+POSITION_WORDS: Final = 3 + 2 * MAX_DEPTH
+MAX_STATES: Final = 32_768
+MAX_WORDS: Final = 1 << 20  # four megabytes
+MAX_MS: Final = 1_000
+
+_HEADER_WORDS, _HEADER_STATES, _HEADER_DEPTH = 1, 2, 7
+_HEADER_STATES_AT, _STATE_SIZE, _STATE_LIMIT = 4, 7, 5
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The compiler and the walk; HardwareCannot where there is neither an object nor a C++ compiler."""
+    texts = {path.name: path.read_text("utf-8") for path in sorted(SOURCES.iterdir())}
+    source = texts.pop("automaton.cpp")
+    opened = ctypes.CDLL(str(build.shared_object(source, "automaton.cpp", headers=texts)))
+    opened.grammar_trie.restype = ctypes.c_void_p
+    return opened
+
+
+class Automaton:
+    """A compiled grammar: its words, which may be copied anywhere."""
+
+    def __init__(self, words: np.ndarray) -> None:
+        self.words = words
+
+    @property
+    def n_states(self) -> int:
+        return int(self.words[_HEADER_STATES])
+
+    @property
+    def depth(self) -> int | None:
+        """How many calls can be open at once; None without a bound."""
+        found = int(self.words[_HEADER_DEPTH])
+        return None if found < 0 else found
+
+    @property
+    def limits(self) -> np.ndarray:
+        """By state: where its counter ends; 0 where it has none."""
+        at = int(self.words[_HEADER_STATES_AT])
+        return self.words[at : at + self.n_states * _STATE_SIZE].reshape(-1, _STATE_SIZE)[:, _STATE_LIMIT]
+
+
+def compiled(
+    program: Program, *, max_states: int = MAX_STATES, max_words: int = MAX_WORDS, max_ms: int = MAX_MS
+) -> Automaton:
+    """The automaton of a program; BadOption if it cannot be had within the limits."""
+    made, error = ctypes.POINTER(ctypes.c_int)(), ctypes.create_string_buffer(256)
+    failed = library().grammar_compile(
+        _pointer(program.words),
+        len(program.words),
+        bytes(program.texts),
+        max_states,
+        max_words,
+        max_ms,
+        ctypes.byref(made),
+        error,
+        len(error),
+    )
+    if failed:
+        raise BadOption(error.value.decode("utf-8", "replace"))
+    try:
+        return Automaton(np.ctypeslib.as_array(made, (made[_HEADER_WORDS],)).copy())
+    finally:
+        library().grammar_free(made)
+
+
+def of_schema(schema: Any) -> Automaton:
+    """The compact JSON values of a schema."""
+    program = Program()
+    program.root(schema_node(program, schema, matches, disjoint))
+    return compiled(program)
+
+
+def of_regex(pattern: str) -> Automaton:
+    r"""The texts that match all of a pattern; `\d` is 0 to 9."""
+    program = Program()
+    program.root(program.pattern(ascii_classes(pattern, "d")))
+    return compiled(program)
+
+
+def of_choice(choices: Sequence[str]) -> Automaton:
+    program = Program()
+    program.root(program.either([program.literal(choice) for choice in choices]))
+    return compiled(program)
+
+
+@lru_cache(4096)
+def matches(pattern: str, text: str) -> bool:
+    """Whether a part of a text matches a pattern of a schema."""
+    one, other = ascii_classes(pattern).encode(), text.encode("utf-8", "surrogatepass")
+    found = library().grammar_matches(one, len(one), other, len(other))
+    if found < 0:
+        raise BadOption(f"the pattern {pattern[:100]!r} is not supported")
+    return bool(found)
+
+
+@lru_cache(1024)
+def disjoint(one: str, other: str) -> bool:
+    """Whether no text matches both patterns of a schema."""
+    program = Program()
+    nodes = [program.pattern(ascii_classes(pattern), search=True) for pattern in (one, other)]
+    program.root(program.both(*nodes))
+    try:
+        compiled(program)
+    except BadOption as error:
+        if "no text satisfies it" in str(error):
+            return True
+        raise
+    return False
+
+
+class Trie:
+    """A vocabulary's bytes; those of special tokens are not followed."""
+
+    def __init__(self, tokens: Sequence[bytes], special: Sequence[int]) -> None:
+        ends = array("i", np.cumsum([len(token) for token in tokens], dtype=np.int32).tobytes())
+        flags = bytearray(len(tokens))
+        for id in special:
+            flags[id] = 1
+        self._handle = ctypes.c_void_p(
+            library().grammar_trie(b"".join(tokens), _pointer(ends), bytes(flags), len(tokens))
+        )
+        self.longest = int(library().grammar_longest(self._handle))
+
+    @property
+    def handle(self) -> ctypes.c_void_p:
+        return self._handle
+
+    def __del__(self) -> None:
+        library().grammar_trie_free(self._handle)
+
+
+class Masks:
+    """The masks of one automaton over one vocabulary, kept by the part of a position that they depend on."""
+
+    def __init__(self, automaton: Automaton, trie: Trie, n_ids: int) -> None:
+        self.automaton, self.trie = automaton, trie
+        self._n_words = -(-n_ids // 32)
+        self._limits = automaton.limits.tolist()
+        # By state: how far down the stack the mask looked, and masks by what it saw there.
+        self._kept: dict[int, dict[int, dict[tuple[int, ...], np.ndarray]]] = {}
+
+    def begin(self) -> np.ndarray:
+        """The first position: state, counter, depth, and two words for each open call."""
+        position = np.zeros(POSITION_WORDS, np.int32)
+        library().grammar_begin(_words(self.automaton.words), _words(position))
+        return position
+
+    def take(self, position: np.ndarray, token: int) -> bool:
+        """Advance a position by a token; False, and the position as it was, if it is not allowed."""
+        return bool(library().grammar_take(_words(self.automaton.words), self.trie.handle, _words(position), token))
+
+    def take_bytes(self, position: np.ndarray, text: bytes) -> bool:
+        a = _words(self.automaton.words)
+        return all(library().grammar_take_byte(a, _words(position), byte) for byte in text)
+
+    def ends(self, position: np.ndarray) -> bool:
+        """Whether the text may end here."""
+        return bool(library().grammar_ends(_words(self.automaton.words), _words(position)))
+
+    def mask(self, position: np.ndarray) -> np.ndarray:
+        """The tokens that may come next except end tokens, int32 words; to be read only."""
+        state, depth = int(position[0]), int(position[2])
+        kept = self._kept.setdefault(state, {})
+        for below, masks in kept.items():
+            if below <= depth and (found := masks.get(self._key(position, below))) is not None:
+                return found
+        bits = np.zeros(self._n_words, np.int32)
+        a, trie = _words(self.automaton.words), self.trie.handle
+        lowest = library().grammar_mask(a, trie, _words(position), _words(bits), self._n_words)
+        kept.setdefault(depth - lowest, {})[self._key(position, depth - lowest)] = bits
+        return bits
+
+    def _key(self, position: np.ndarray, below: int) -> tuple[int, ...]:
+        """What a mask depends on that looked at `below` entries of the stack."""
+        state, counter, depth = position[:3].tolist()
+        stack = position[3 + 2 * (depth - below) : 3 + 2 * depth].tolist()
+        near = [self._near(state, counter)]
+        for back, count in zip(stack[::2], stack[1::2], strict=True):
+            near += [back, self._near(back >> 2, count)]
+        near.append(depth if depth + self.trie.longest > MAX_DEPTH else -1)
+        return tuple(near)
+
+    def _near(self, state: int, counter: int) -> int:
+        """A counter, or -1 where no token can bring it to its end."""
+        left = self._limits[state] - counter
+        return counter if self._limits[state] and left <= self.trie.longest else -1
+
+
+def _words(of: np.ndarray) -> Any:
+    return of.ctypes.data_as(ctypes.c_void_p)
+
+
+def _pointer(words: array[int]) -> Any:
+    return ctypes.c_void_p(words.buffer_info()[0])
+
+
+def _json(text: str) -> Any:
+    return json.loads(text)

@@ -1,0 +1,735 @@
+// Compiles a grammar into an automaton (`grammar_walk.h` tells its layout), and computes masks from it.
+//
+// A grammar comes as a program of words that build expressions (`text/automaton.py` writes it). Every expression that
+// derivatives lead to is a state. Objects and arrays are procedures: a call pushes where the caller continues, so the
+// states inside are stored once, wherever and however deep they occur. Where two readings of a text begin with the same
+// byte and one of them is a call, that call is read in place instead, so that every byte has one successor.
+
+#include <chrono>
+#include <climits>
+#include <cstdio>
+#include <cstdlib>
+
+#include "expressions.h"
+#include "grammar_walk.h"
+#include "patterns.h"
+
+namespace grammar {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Limits {
+  int states;
+  int words;
+  Clock::time_point until;
+  int milliseconds;
+};
+
+// Bounds above `LARGE` count instead of being written out.
+constexpr int LARGE = 12;
+constexpr int MAX_NODES = 1 << 20;
+
+enum ProgramOp {
+  PROGRAM_NOTHING,
+  PROGRAM_LITERAL,   // offset and length in the texts
+  PROGRAM_PATTERN,   // offset, length, whether a part may match
+  PROGRAM_CAT,       // operands
+  PROGRAM_OR,        // operands
+  PROGRAM_AND,       // operands
+  PROGRAM_NOT,       // operand
+  PROGRAM_REPEAT,    // operand, least, most or -1
+  PROGRAM_QUOTED,    // operand
+  PROGRAM_MULTIPLE,  // coefficient, decimals
+  PROGRAM_CALL,      // procedure
+  PROGRAM_TOKEN,     // token id
+  PROGRAM_BODY,      // procedure, operand
+  PROGRAM_ROOT       // operand
+};
+
+struct Edge {
+  int low, high, bits, target, back, back_bits;
+};
+
+struct State {
+  bool explored = false;
+  bool live = false;
+  std::vector<Edge> edges;
+  std::vector<std::pair<int, int>> tokens;
+  int limit = 0, reached = 0;
+};
+
+class Compiler {
+ public:
+  Compiler(const int* program, int words, const char* texts, const Limits& limits, int large, int tail,
+           const std::vector<bool>& open)
+      : x_(large, tail, MAX_NODES), limits_(limits) {
+    build(program, words, texts, open);
+  }
+
+  Expressions& expressions() { return x_; }
+
+  std::vector<int> compile() {
+    root_ = settled(root_).expression;
+    explore(root_);
+    mark_live();
+    if (!state(root_).live) throw Refused("no text satisfies it");
+    check_counters();
+    number();
+    check_returns();
+    return written();
+  }
+
+  // Procedures that must be read in place after all, found by `compile`; then compile again.
+  std::vector<bool> to_open;
+
+ private:
+  Expressions x_;
+  Limits limits_;
+  int root_ = 0;
+  std::vector<State> states_;       // by expression
+  std::vector<int> order_;          // expressions that were explored
+  std::vector<int> numbered_;       // expressions that are states of the automaton
+  std::vector<int> number_;         // the inverse
+  std::vector<Bytes> first_;        // by procedure
+  int n_edges_ = 0;
+
+  void build(const int* program, int words, const char* texts, const std::vector<bool>& open) {
+    std::vector<int> made;
+    int procedures = 0;
+    for (int at = 0; at < words; at += 2 + program[at + 1])
+      if (program[at] == PROGRAM_BODY || program[at] == PROGRAM_CALL) procedures = std::max(procedures, program[at + 2] + 1);
+    x_.bodies.assign(procedures, 0);
+    x_.open.assign(procedures, false);
+    for (int at = 0; at < words; at += 2 + program[at + 1]) {
+      const int* arg = program + at + 2;
+      int n = program[at + 1];
+      auto operand = [&](int i) { return made.at(arg[i]); };
+      std::vector<int> all;
+      switch (program[at]) {
+        case PROGRAM_CAT: {
+          int whole = x_.empty();
+          for (int i = n; i-- > 0;) whole = x_.cat(operand(i), whole);
+          made.push_back(whole);
+          break;
+        }
+        case PROGRAM_OR:
+        case PROGRAM_AND:
+          for (int i = 0; i < n; ++i) all.push_back(operand(i));
+          made.push_back(program[at] == PROGRAM_OR ? x_.either(std::move(all)) : x_.both(std::move(all)));
+          break;
+        case PROGRAM_NOTHING: made.push_back(x_.nothing()); break;
+        case PROGRAM_LITERAL: made.push_back(x_.literal(std::string(texts + arg[0], arg[1]))); break;
+        case PROGRAM_PATTERN: made.push_back(Pattern(x_, std::string(texts + arg[0], arg[1])).read(arg[2])); break;
+        case PROGRAM_NOT: made.push_back(x_.negated(operand(0))); break;
+        case PROGRAM_REPEAT: made.push_back(x_.repeat(operand(0), arg[1], arg[2])); break;
+        case PROGRAM_QUOTED: made.push_back(x_.cat(x_.byte('"'), x_.cat(x_.quoted(operand(0)), x_.byte('"')))); break;
+        case PROGRAM_MULTIPLE: made.push_back(x_.multiple(arg[0], arg[0], arg[1], false)); break;
+        case PROGRAM_CALL: made.push_back(x_.call(arg[0])); break;
+        case PROGRAM_TOKEN: made.push_back(x_.token(arg[0])); break;
+        case PROGRAM_BODY:
+          x_.bodies.at(arg[0]) = operand(1);
+          made.push_back(0);
+          break;
+        case PROGRAM_ROOT:
+          root_ = operand(0);
+          made.push_back(0);
+          break;
+        default: throw Refused("its program is damaged");
+      }
+      if (Clock::now() > limits_.until) too_slow();
+    }
+    // A procedure that begins with a call or a token, or may be empty, is read in place.
+    for (int p = 0; p < procedures; ++p) {
+      Expressions::Heads heads;
+      x_.open[p] = x_[x_.bodies[p]].nullable;
+      shallow_heads(x_.bodies[p], heads);
+      if (!heads.calls.empty() || !heads.tokens.empty()) x_.open[p] = true;
+      if (p < int(open.size()) && open[p]) x_.open[p] = true;
+    }
+    for (int p = 0; p < procedures; ++p) first_.push_back(x_.first_bytes(x_.bodies[p]));
+    to_open = x_.open;
+  }
+
+  void shallow_heads(int id, Expressions::Heads& into) {
+    const Node& n = x_[id];
+    if (!n.symbols) return;
+    if (n.op == CALL) into.calls.push_back(n.a);
+    else if (n.op == TOKEN) into.tokens.push_back(n.a);
+    else if (n.op == CAT) {
+      shallow_heads(n.a, into);
+      if (x_[n.a].nullable) shallow_heads(n.b, into);
+    } else if (n.op == OR) {
+      for (int i = 0; i < n.b; ++i) shallow_heads(x_.list_of(id)[i], into);
+    } else if (n.op == REPEAT) {
+      shallow_heads(n.a, into);
+    }
+  }
+
+  [[noreturn]] void too_slow() {
+    throw Refused("it takes longer than " + std::to_string(limits_.milliseconds) + " ms to compile");
+  }
+
+  State& state(int id) {
+    if (id >= int(states_.size())) states_.resize(std::max(x_.size(), id + 1));
+    return states_[id];
+  }
+
+  Pair settled(int id) { return x_.settled(id); }
+
+  void explore(int from) {
+    std::vector<int> todo{from};
+    while (!todo.empty()) {
+      int id = todo.back();
+      todo.pop_back();
+      if (state(id).explored) continue;
+      if (int(order_.size()) >= limits_.states) throw Refused("it needs more than " + std::to_string(limits_.states) + " states");
+      if (order_.size() % 64 == 0 && Clock::now() > limits_.until) too_slow();
+      order_.push_back(id);
+      State made = explored(id);
+      for (const Edge& edge : made.edges) {
+        todo.push_back(edge.target);
+        if (edge.bits & EDGE_CALL) todo.push_back(edge.back);
+      }
+      for (auto& [token, target] : made.tokens) todo.push_back(target);
+      if (made.limit) todo.push_back(made.reached);
+      n_edges_ += int(made.edges.size());
+      if (n_edges_ > limits_.words / EDGE_SIZE) throw Refused("it needs more than " + std::to_string(limits_.words) + " words");
+      state(id) = std::move(made);
+    }
+  }
+
+  // The edges of a state. Bytes that no part of the expression tells apart are tried once.
+  State explored(int id) {
+    State made;
+    made.explored = true;
+    Expressions::Heads heads;
+    x_.heads(id, heads);
+    uint64_t mark[256] = {};
+    uint64_t seed = 0x9e3779b97f4a7c15ull;
+    std::sort(heads.sets.begin(), heads.sets.end());
+    heads.sets.erase(std::unique(heads.sets.begin(), heads.sets.end()), heads.sets.end());
+    for (const Bytes* set : heads.sets) {
+      seed = seed * 6364136223846793005ull + 1442695040888963407ull;
+      uint64_t value = seed ^ seed >> 31;
+      for (int word = 0; word < 4; ++word)
+        for (uint64_t bits = (*set)[word]; bits; bits &= bits - 1) mark[word * 64 + __builtin_ctzll(bits)] ^= value;
+    }
+    for (int b : heads.bytes) mark[b] = seed * 31 + 0x1234567 + b * 0x100000001b3ull;
+    std::sort(heads.calls.begin(), heads.calls.end());
+    heads.calls.erase(std::unique(heads.calls.begin(), heads.calls.end()), heads.calls.end());
+    std::sort(heads.tokens.begin(), heads.tokens.end());
+    heads.tokens.erase(std::unique(heads.tokens.begin(), heads.tokens.end()), heads.tokens.end());
+
+    std::vector<std::pair<uint64_t, Edge>> classes;
+    for (int b = 0; b < 256; ++b) {
+      const Edge* edge = nullptr;
+      // Neighbours are mostly of one class; the few classes are searched from the newest.
+      for (size_t i = classes.size(); i-- > 0 && !edge;)
+        if (classes[i].first == mark[b]) edge = &classes[i].second;
+      if (!edge) {
+        classes.emplace_back(mark[b], edge_on(id, b, heads.calls));
+        edge = &classes.back().second;
+      }
+      if (edge->target == 0) continue;
+      Edge* last = made.edges.empty() ? nullptr : &made.edges.back();
+      if (last && last->high == b - 1 && last->target == edge->target && last->bits == edge->bits &&
+          last->back == edge->back && last->back_bits == edge->back_bits) {
+        last->high = b;
+      } else {
+        made.edges.push_back(*edge);
+        made.edges.back().low = made.edges.back().high = b;
+      }
+    }
+    for (int token : heads.tokens) {
+      Pair to = settled(x_.derive_symbol(id, TOKEN, token));
+      if (to.bits) throw CountersClash();
+      if (to.expression) made.tokens.emplace_back(token, to.expression);
+    }
+    Pair reached = x_.reached(id);
+    made.limit = reached.bits;
+    made.reached = reached.expression;
+    return made;
+  }
+
+  Edge edge_on(int id, int byte, const std::vector<int>& calls) {
+    int callee = -1, n = 0;
+    for (int p : calls)
+      if (has(first_[p], byte)) callee = p, ++n;
+    int direct = x_.derive(id, byte, false);
+    if (n == 0 || n > 1 || direct != 0) {
+      if (n > 0) direct = x_.derive(id, byte, true);
+      Pair to = settled(direct);
+      return {byte, byte, to.bits, to.expression, 0, 0};
+    }
+    Pair to = settled(x_.derive(x_.bodies[callee], byte, false));
+    Pair back = settled(x_.derive_symbol(id, CALL, callee));
+    if (to.expression == 0 || back.expression == 0) return {byte, byte, 0, 0, 0, 0};
+    return {byte, byte, to.bits | EDGE_CALL, to.expression, back.expression, back.bits};
+  }
+
+  // A state is live if a text leads from it to the end. A call needs the callee and what follows.
+  void mark_live() {
+    std::vector<std::vector<int>> users(states_.size());
+    std::vector<int> todo;
+    auto is_live = [&](int id) {
+      State& s = states_[id];
+      if (x_[id].nullable || (s.limit && states_[s.reached].live)) return true;
+      for (const Edge& e : s.edges)
+        if (states_[e.target].live && (!(e.bits & EDGE_CALL) || states_[e.back].live)) return true;
+      for (auto& [token, target] : s.tokens)
+        if (states_[target].live) return true;
+      return false;
+    };
+    for (int id : order_) {
+      State& s = states_[id];
+      for (const Edge& e : s.edges) {
+        users[e.target].push_back(id);
+        if (e.bits & EDGE_CALL) users[e.back].push_back(id);
+      }
+      for (auto& [token, target] : s.tokens) users[target].push_back(id);
+      if (s.limit) users[s.reached].push_back(id);
+      if (x_[id].nullable) {
+        s.live = true;
+        todo.push_back(id);
+      }
+    }
+    while (!todo.empty()) {
+      int id = todo.back();
+      todo.pop_back();
+      for (int user : users[id]) {
+        if (states_[user].live || !is_live(user)) continue;
+        states_[user].live = true;
+        todo.push_back(user);
+      }
+    }
+  }
+
+  // Whether a state is live must not depend on its counter: then every allowed byte can be continued to the end.
+  void check_counters() {
+    for (int id : order_) {
+      State& s = states_[id];
+      if (!s.limit || s.live == states_[s.reached].live) continue;
+      throw CountersClash();
+    }
+    // A state that is live only because its bound may come near must be able to get there: every counted edge counts on.
+    std::vector<bool> sure(states_.size());
+    std::vector<std::vector<int>> users(states_.size());
+    std::vector<int> todo;
+    bool counters = false;
+    for (int id : order_) counters |= states_[id].limit != 0;
+    if (!counters) return;
+  }
+
+  void number() {
+    number_.assign(states_.size(), -1);
+    std::vector<int> todo{root_};
+    number_[root_] = 0;
+    numbered_.push_back(root_);
+    auto reach = [&](int id) {
+      if (number_[id] >= 0) return;
+      number_[id] = int(numbered_.size());
+      numbered_.push_back(id);
+    };
+    for (size_t i = 0; i < numbered_.size(); ++i) {
+      State& s = states_[numbered_[i]];
+      auto dead = [&](const Edge& e) {
+        return !states_[e.target].live || (e.bits & EDGE_CALL && !states_[e.back].live);
+      };
+      s.edges.erase(std::remove_if(s.edges.begin(), s.edges.end(), dead), s.edges.end());
+      s.tokens.erase(std::remove_if(s.tokens.begin(), s.tokens.end(), [&](auto& t) { return !states_[t.second].live; }), s.tokens.end());
+      for (const Edge& e : s.edges) {
+        reach(e.target);
+        if (e.bits & EDGE_CALL) reach(e.back);
+      }
+      for (auto& [token, target] : s.tokens) reach(target);
+      if (s.limit) reach(s.reached);
+    }
+  }
+
+  // The states of one call: those that edges lead to, over nested calls to where they return.
+  std::vector<int> within(int from) {
+    std::vector<bool> seen(numbered_.size());
+    std::vector<int> found{from};
+    seen[number_[from]] = true;
+    for (size_t i = 0; i < found.size(); ++i) {
+      const State& s = states_[found[i]];
+      auto reach = [&](int id) {
+        if (seen[number_[id]]) return;
+        seen[number_[id]] = true;
+        found.push_back(id);
+      };
+      for (const Edge& e : s.edges) reach(e.bits & EDGE_CALL ? e.back : e.target);
+      for (auto& [token, target] : s.tokens) reach(target);
+      if (s.limit) reach(s.reached);
+    }
+    return found;
+  }
+
+  struct Entry {
+    std::vector<int> states;
+    Bytes goes_on{};  // bytes that a state may take although the call may return there
+  };
+
+  // Where a call may return and may also go on with the same byte, the automaton could not tell: read it in place.
+  void check_returns() {
+    std::unordered_map<int, Entry> entries;  // by the callee's first state
+    entries[root_].states = within(root_);
+    for (int id : numbered_)
+      for (const Edge& e : states_[id].edges)
+        if (e.bits & EDGE_CALL && !entries.count(e.target)) {
+          std::vector<int> found = within(e.target);
+          entries[e.target].states = std::move(found);
+          if (Clock::now() > limits_.until) too_slow();
+        }
+    auto bytes_of = [&](int id) {
+      Bytes set{};
+      for (const Edge& e : states_[id].edges)
+        for (int b = e.low; b <= e.high; ++b) add(set, b);
+      return set;
+    };
+    for (auto& [first, entry] : entries)
+      for (int id : entry.states)
+        if (x_[id].nullable && !states_[id].edges.empty()) join(entry.goes_on, bytes_of(id));
+    bool again = true;
+    while (again) {
+      again = false;
+      for (auto& [first, entry] : entries) {
+        for (int id : entry.states) {
+          for (const Edge& e : states_[id].edges) {
+            if (!(e.bits & EDGE_CALL)) continue;
+            const Bytes& inner = entries[e.target].goes_on;
+            if (none(inner)) continue;
+            Bytes after = bytes_of(e.back);
+            for (int i = 0; i < 4; ++i) after[i] &= inner[i];
+            if (!none(after)) {
+              reopen(e);
+              return;
+            }
+            if (!x_[e.back].nullable) continue;
+            Bytes before = entry.goes_on;
+            join(entry.goes_on, inner);
+            again |= before != entry.goes_on;
+          }
+        }
+      }
+    }
+  }
+  void reopen(const Edge& e) {
+    bool opened = false;
+    for (size_t p = 0; p < x_.bodies.size(); ++p) {
+      if (x_.open[p] || !has(first_[p], e.low)) continue;
+      if (settled(x_.derive(x_.bodies[p], e.low, false)).expression == e.target) to_open[p] = opened = true;
+    }
+    if (!opened) throw Refused("its parts cannot be told apart");
+  }
+
+  // How many calls can be open at once; -1 without a bound.
+  int depth() {
+    std::unordered_map<int, int> depths;  // by a call's first state; -2 while it is being found
+    bool unbounded = false;
+    auto of = [&](auto& self, int from, int deep) -> int {
+      auto found = depths.find(from);
+      if (found != depths.end()) {
+        unbounded |= found->second == -2;
+        return found->second == -2 ? 0 : found->second;
+      }
+      if (deep > 1000 || unbounded) {
+        unbounded = true;
+        return 0;
+      }
+      depths[from] = -2;
+      int most = 0;
+      std::vector<int> callees;
+      for (int id : within(from))
+        for (const Edge& e : states_[id].edges)
+          if (e.bits & EDGE_CALL) callees.push_back(e.target);
+      std::sort(callees.begin(), callees.end());
+      callees.erase(std::unique(callees.begin(), callees.end()), callees.end());
+      for (int callee : callees) most = std::max(most, 1 + self(self, callee, deep + 1));
+      return depths[from] = most;
+    };
+    int most = of(of, root_, 0);
+    return unbounded ? -1 : most;
+  }
+
+  std::vector<int> written() {
+    int n = int(numbered_.size()), edges = 0, tokens = 0;
+    for (int id : numbered_) edges += int(states_[id].edges.size()), tokens += int(states_[id].tokens.size());
+    std::vector<int> a(HEADER_SIZE + n * STATE_SIZE + edges * EDGE_SIZE + tokens * TOKEN_EDGE_SIZE);
+    if (int(a.size()) > limits_.words) throw Refused("it needs more than " + std::to_string(limits_.words) + " words");
+    a[HEADER_MAGIC] = MAGIC;
+    a[HEADER_WORDS] = int(a.size());
+    a[HEADER_STATES] = n;
+    a[HEADER_START] = 0;
+    a[HEADER_STATES_AT] = HEADER_SIZE;
+    a[HEADER_EDGES_AT] = HEADER_SIZE + n * STATE_SIZE;
+    a[HEADER_TOKEN_EDGES_AT] = a[HEADER_EDGES_AT] + edges * EDGE_SIZE;
+    a[HEADER_DEPTH] = depth();
+    int edge_at = 0, token_at = 0;
+    for (int i = 0; i < n; ++i) {
+      const State& s = states_[numbered_[i]];
+      int* w = a.data() + HEADER_SIZE + i * STATE_SIZE;
+      w[STATE_EDGES] = edge_at;
+      w[STATE_N_EDGES] = int(s.edges.size());
+      w[STATE_TOKEN_EDGES] = token_at;
+      w[STATE_N_TOKEN_EDGES] = int(s.tokens.size());
+      w[STATE_ACCEPTS] = !x_[numbered_[i]].nullable ? 0 : s.edges.empty() && s.tokens.empty() ? 2 : 1;
+      w[STATE_LIMIT] = s.limit;
+      w[STATE_REACHED] = s.limit ? number_[s.reached] : 0;
+      for (const Edge& e : s.edges) {
+        int* to = a.data() + a[HEADER_EDGES_AT] + edge_at++ * EDGE_SIZE;
+        to[EDGE_BYTES] = e.low | e.high << 8 | e.bits << 16;
+        to[EDGE_TARGET] = number_[e.target];
+        to[EDGE_RETURN] = e.bits & EDGE_CALL ? number_[e.back] << 2 | e.back_bits : 0;
+      }
+      for (auto& [token, target] : s.tokens) {
+        int* to = a.data() + a[HEADER_TOKEN_EDGES_AT] + token_at++ * TOKEN_EDGE_SIZE;
+        to[TOKEN_ID] = token;
+        to[TOKEN_TARGET] = number_[target];
+      }
+    }
+    return a;
+  }
+};
+
+std::vector<int> compiled(const int* program, int words, const char* texts, const Limits& limits) {
+  // Bounds that cannot count, or whose ends are too near for their patterns, are tried with longer tails, then without.
+  static const int tries[][2] = {{LARGE, 1}, {48, 32}, {INT_MAX, 1}};
+  for (int i = 0;; ++i) {
+    try {
+      std::vector<bool> open;
+      for (int round = 0; round < 16; ++round) {
+        Compiler compiler(program, words, texts, limits, tries[i][0], tries[i][1], open);
+        open = compiler.to_open;
+        std::vector<int> made = compiler.compile();
+        if (open == compiler.to_open) return made;
+        open = compiler.to_open;
+      }
+      throw Refused("its parts cannot be told apart");
+    } catch (const CountersClash&) {
+      if (i == 2) throw;
+    }
+  }
+}
+
+// --- masks ---
+
+// The vocabulary's bytes as a trie in the order of a walk: a node is followed by its subtree.
+struct Trie {
+  std::vector<uint8_t> byte;
+  std::vector<uint8_t> level;     // of its byte in the token, from 0
+  std::vector<int> after;         // the first node behind its subtree
+  std::vector<int> token;         // that ends here, or -1
+  std::vector<int> same;          // by token: the next with the same bytes, or -1
+  std::vector<std::string> bytes;  // by token
+  std::vector<bool> special;
+  int longest = 0;
+};
+
+constexpr int MAX_TOKEN_BYTES = 255;
+
+void add_nodes(Trie& trie, const std::vector<int>& sorted, size_t from, size_t to, int level) {
+  while (from < to) {
+    const std::string& text = trie.bytes[sorted[from]];
+    if (int(text.size()) == level) {  // all nodes of this text exist: it was added with its last byte
+      ++from;
+      continue;
+    }
+    uint8_t byte = uint8_t(text[level]);
+    size_t end = from;
+    while (end < to && uint8_t(trie.bytes[sorted[end]][level]) == byte) ++end;
+    int node = int(trie.byte.size());
+    trie.byte.push_back(byte);
+    trie.level.push_back(uint8_t(level));
+    trie.after.push_back(0);
+    trie.token.push_back(-1);
+    size_t next = from;
+    while (next < end && int(trie.bytes[sorted[next]].size()) == level + 1) {
+      trie.same[sorted[next]] = trie.token[node];
+      trie.token[node] = sorted[next];
+      ++next;
+    }
+    add_nodes(trie, sorted, next, end, level + 1);
+    trie.after[node] = int(trie.byte.size());
+    from = end;
+  }
+}
+
+// Where the walk stood before each byte of a token, so that its sibling starts there again.
+struct Before {
+  int state, counter, depth, low, pushed, old_return, old_counter;
+};
+
+void undo(Walk& w, const Before& b) {
+  if (b.pushed >= 0) {
+    w.own[2 * b.pushed] = b.old_return;
+    w.own[2 * b.pushed + 1] = b.old_counter;
+  }
+  w.state = b.state;
+  w.counter = b.counter;
+  w.depth = b.depth;
+  w.low = b.low;
+}
+
+}  // namespace
+}  // namespace grammar
+
+using namespace grammar;
+
+namespace {
+
+int refused(const char* why, char* error, int room) {
+  std::snprintf(error, size_t(room), "%s", why);
+  return 1;
+}
+
+}  // namespace
+
+extern "C" {
+
+// 0 and a new array of words, or 1 and a sentence in `error`.
+int grammar_compile(const int* program, int words, const char* texts, int max_states, int max_words, int max_ms, int** made,
+                    char* error, int room) {
+  try {
+    Limits limits{max_states, max_words, Clock::now() + std::chrono::milliseconds(max_ms), max_ms};
+    std::vector<int> a = compiled(program, words, texts, limits);
+    *made = static_cast<int*>(std::malloc(a.size() * sizeof(int)));
+    if (!*made) return refused("there is not enough memory", error, room);
+    std::memcpy(*made, a.data(), a.size() * sizeof(int));
+    return 0;
+  } catch (const std::exception& why) {
+    return refused(why.what(), error, room);
+  }
+}
+
+void grammar_free(int* made) { std::free(made); }
+
+// Whether patterns, searched for as JSON schemas do, match a text (1 or 0); -1 if they cannot be read.
+int grammar_matches(const char* pattern, int length, const char* text, int text_length) {
+  try {
+    Expressions x(INT_MAX, 1, MAX_NODES / 8);
+    int now = Pattern(x, std::string(pattern, length)).read(true);
+    for (int i = 0; i < text_length && now; ++i) now = x.derive(now, uint8_t(text[i]), false);
+    return x[now].nullable;
+  } catch (const std::exception&) {
+    return -1;
+  }
+}
+
+void* grammar_trie(const char* bytes, const int* ends, const uint8_t* special, int tokens) {
+  try {
+    Trie* trie = new Trie;
+    trie->same.assign(tokens, -1);
+    trie->special.assign(tokens, false);
+    std::vector<int> sorted;
+    for (int id = 0, from = 0; id < tokens; from = ends[id++]) {
+      trie->bytes.emplace_back(bytes + from, size_t(ends[id] - from));
+      trie->special[id] = special[id] || trie->bytes[id].size() > size_t(MAX_TOKEN_BYTES);
+      if (trie->special[id] || trie->bytes[id].empty()) continue;
+      sorted.push_back(id);
+      trie->longest = std::max(trie->longest, int(trie->bytes[id].size()));
+    }
+    std::sort(sorted.begin(), sorted.end(), [&](int a, int b) { return trie->bytes[a] < trie->bytes[b]; });
+    add_nodes(*trie, sorted, 0, sorted.size(), 0);
+    return trie;
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+void grammar_trie_free(void* trie) { delete static_cast<Trie*>(trie); }
+
+int grammar_longest(const void* trie) { return static_cast<const Trie*>(trie)->longest; }
+
+// A position is state, counter, depth, and two words for each open call.
+void grammar_begin(const int* a, int* position) {
+  Walk w;
+  begin(w, a[HEADER_START], 0, 0, position + 3);
+  settle(a, w);
+  position[0] = w.state;
+  position[1] = w.counter;
+  position[2] = w.depth;
+}
+
+// Advance by a token; 1 if it is allowed.
+int grammar_take(const int* a, const void* of, int* position, int token) {
+  const Trie& trie = *static_cast<const Trie*>(of);
+  Walk w;
+  begin(w, position[0], position[1], position[2], position + 3);
+  if (trie.special[token]) {
+    if (!take_special(a, w, token)) return 0;
+  } else {
+    for (char c : trie.bytes[token])
+      if (!take_byte(a, w, uint8_t(c))) return 0;
+    if (trie.bytes[token].empty()) return 0;
+  }
+  position[0] = w.state;
+  position[1] = w.counter;
+  position[2] = w.depth;
+  for (int word = 2 * w.low; word < 2 * w.depth; ++word) position[3 + word] = w.own[word];
+  return 1;
+}
+
+int grammar_take_byte(const int* a, int* position, int byte) {
+  Walk w;
+  begin(w, position[0], position[1], position[2], position + 3);
+  if (!take_byte(a, w, byte)) return 0;
+  position[0] = w.state;
+  position[1] = w.counter;
+  position[2] = w.depth;
+  for (int word = 2 * w.low; word < 2 * w.depth; ++word) position[3 + word] = w.own[word];
+  return 1;
+}
+
+int grammar_ends(const int* a, const int* position) {
+  Walk w;
+  begin(w, position[0], position[1], position[2], position + 3);
+  return ends(a, w);
+}
+
+// Set the bits of all tokens that may come next, except end tokens; how far down the stack the walk looked.
+int grammar_mask(const int* a, const void* of, const int* position, uint32_t* bits, int n_words) {
+  const Trie& trie = *static_cast<const Trie*>(of);
+  std::memset(bits, 0, size_t(n_words) * 4);
+  Walk w;
+  begin(w, position[0], position[1], position[2], position + 3);
+  Before before[MAX_TOKEN_BYTES + 1];
+  int level = 0, lowest = w.depth, n = int(trie.byte.size());
+  for (int node = 0; node < n;) {
+    int at = trie.level[node];
+    while (level > at) undo(w, before[--level]);
+    Before& b = before[level];
+    b = {w.state, w.counter, w.depth, w.low, -1, 0, 0};
+    bool allowed = take_byte(a, w, trie.byte[node]);
+    b.pushed = w.pushed;
+    b.old_return = w.old_return;
+    b.old_counter = w.old_counter;
+    lowest = std::min(lowest, w.low);
+    if (!allowed) {
+      undo(w, b);
+      node = trie.after[node];
+      continue;
+    }
+    ++level;
+    for (int token = trie.token[node]; token >= 0; token = trie.same[token])
+      if (token < 32 * n_words) bits[token >> 5] |= 1u << (token & 31);
+    ++node;
+  }
+  // Special tokens, here and behind every call that may return here.
+  begin(w, position[0], position[1], position[2], position + 3);
+  for (;;) {
+    const int* s = state_at(a, w.state);
+    const int* edges = a + a[HEADER_TOKEN_EDGES_AT] + s[STATE_TOKEN_EDGES] * TOKEN_EDGE_SIZE;
+    for (int i = 0; i < s[STATE_N_TOKEN_EDGES]; ++i) {
+      int token = edges[i * TOKEN_EDGE_SIZE + TOKEN_ID];
+      if (token >= 0 && token < 32 * n_words) bits[token >> 5] |= 1u << (token & 31);
+    }
+    if (w.depth == 0 || s[STATE_ACCEPTS] == 0) break;
+    leave(a, w);
+    lowest = std::min(lowest, w.low);
+  }
+  return lowest;
+}
+
+}  // extern "C"
