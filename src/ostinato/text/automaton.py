@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import json
 from array import array
-from collections.abc import Sequence
-from functools import cache, lru_cache
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,11 @@ import numpy as np
 
 from ostinato import build
 from ostinato.errors import BadOption
+from ostinato.options import Rule
+from ostinato.text.grammar import COMPACT, as_lark
+from ostinato.text.lark import lark_node
 from ostinato.text.program import Program
+from ostinato.text.schema import followable
 from ostinato.text.schema_program import ascii_classes, schema_node
 
 SOURCES: Final = Path(__file__).parent / "src"
@@ -89,24 +93,52 @@ def compiled(
         library().grammar_free(made)
 
 
-def of_schema(schema: Any) -> Automaton:
-    """The compact JSON values of a schema."""
+def of_rule(rule: Rule) -> Automaton:
+    """The automaton of a request's constraint; BadOption if the compiler cannot take it."""
     program = Program()
-    program.root(schema_node(program, schema, matches, disjoint))
+    program.root(_rule_node(program, rule))
     return compiled(program)
 
 
-def of_regex(pattern: str) -> Automaton:
-    r"""The texts that match all of a pattern; `\d` is 0 to 9."""
-    program = Program()
-    program.root(program.pattern(ascii_classes(pattern, "d")))
-    return compiled(program)
+def _rule_node(program: Program, rule: Rule) -> int:
+    match rule.kind:
+        case "schema":
+            return _schema_node(program, followable(_json(rule.text)))
+        case "regex":
+            return program.pattern(ascii_classes(rule.text, "d"))  # `\d` is 0 to 9
+        case "choice":
+            return program.either([program.lexeme(program.literal(choice)) for choice in _json(rule.text)])
+    if rule.text.startswith('{"grammars":'):
+        return _several_node(program, _json(rule.text)["grammars"])
+    return lark_node(program, as_lark(rule), _schema_node, {})
 
 
-def of_choice(choices: Sequence[str]) -> Automaton:
-    program = Program()
-    program.root(program.either([program.literal(choice) for choice in choices]))
-    return compiled(program)
+def _several_node(program: Program, grammars: Sequence[Mapping[str, Any]]) -> int:
+    """Grammars that refer to one another by name, in llguidance's form; the first is the whole."""
+
+    def node(grammar: Mapping[str, Any]) -> int:
+        if "json_schema" in grammar:
+            return _schema_node(program, grammar["json_schema"])
+        return lark_node(program, grammar["lark_grammar"], _schema_node, others)
+
+    others = {grammar["name"]: partial(node, grammar) for grammar in grammars[1:]}
+    return node(grammars[0])
+
+
+def _schema_node(program: Program, schema: Any) -> int:
+    """A schema whose JSON is compact: the only form that is written here."""
+    if isinstance(schema, dict) and "x-guidance" in schema:
+        if schema["x-guidance"] != COMPACT:
+            raise BadOption("a schema in the grammar has options of its own")
+        schema = {word: value for word, value in schema.items() if word != "x-guidance"}
+    return schema_node(program, schema, matches, disjoint)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadOption(f"it is not JSON: {error}") from None
 
 
 @lru_cache(4096)
@@ -219,6 +251,3 @@ def _words(of: np.ndarray) -> Any:
 def _pointer(words: array[int]) -> Any:
     return ctypes.c_void_p(words.buffer_info()[0])
 
-
-def _json(text: str) -> Any:
-    return json.loads(text)

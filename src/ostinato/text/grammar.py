@@ -32,7 +32,7 @@ LARGEST_MULTIPLE: Final = 20_000
 SMALLEST_EXPONENT: Final = -6
 
 # Compact JSON: an answer has no blanks that its schema does not ask for, so blanks cannot continue without end.
-_COMPACT: Final[Any] = {
+COMPACT: Final[Any] = {
     "whitespace_flexible": False,
     "item_separator": ",",
     "key_separator": ":",
@@ -156,7 +156,7 @@ def _source(rule: Rule) -> str:
     from llguidance import LLMatcher
 
     if rule.kind == "schema":
-        return LLMatcher.grammar_from_json_schema(_followable_text(rule.text), overrides=_COMPACT)
+        return LLMatcher.grammar_from_json_schema(_followable_text(rule.text), overrides=COMPACT)
     if rule.kind == "grammar" and rule.text.startswith('{"grammars":'):
         return rule.text  # llguidance's own form, for grammars made of several
     return LLMatcher.grammar_from_lark(as_lark(rule))
@@ -175,7 +175,7 @@ def compact(schema: Mapping[str, Any], name: str = "this schema") -> dict[str, A
     """A schema for a place inside of a grammar, without free blanks; BadOption, with its name, if it cannot be
     followed."""
     try:
-        return {**followable(schema), "x-guidance": _COMPACT}
+        return {**followable(schema), "x-guidance": COMPACT}
     except BadOption as error:
         raise BadOption(f"{name} cannot be followed: {error}") from None
 

@@ -335,7 +335,7 @@ class Reader:
         if isinstance(contents, dict):
             inner = _inside(contents, place)
             if deep == 0 or inner.base != place.base:
-                self._resources.setdefault(inner.base, (contents, place))
+                self._resources.setdefault(inner.base, (contents, inner))
             own = contents.get("$anchor")
             if not isinstance(own, str):
                 own = contents.get("id" if inner.draft == 4 else "$id")

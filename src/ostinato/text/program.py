@@ -34,6 +34,7 @@ class Op(IntEnum):
     TOKEN = 11
     BODY = 12  # procedure, node
     ROOT = 13
+    LEXEME = 14  # a text that ends only where it cannot go on
 
 
 class Program:
@@ -91,6 +92,10 @@ class Program:
         if not 0 < coefficient < 2**27 or decimals > 9:
             raise BadOption("it has a multipleOf that cannot be followed")
         return self._node(Op.MULTIPLE, coefficient, decimals)
+
+    def lexeme(self, node: int) -> int:
+        """A text that ends only where it cannot go on: `[0-9]+` before a digit takes that digit too."""
+        return node if node in (self.nothing, self.empty) else self._node(Op.LEXEME, node)
 
     def token(self, id: int) -> int:
         return self._node(Op.TOKEN, id)

@@ -92,6 +92,7 @@ class _Writer:
             case ReferenceSchema():
                 return self._reference(schema.uri)
         node, plain = self._scalar(schema)
+        node = self._p.lexeme(node)
         return node if plain else self._p.procedure(node)
 
     def _reference(self, uri: str) -> int:
@@ -107,7 +108,7 @@ class _Writer:
         made = [self._value(option) for option in schema.options if not _is_scalar(option)]
         if scalars:
             nodes = [self._scalar(option) for option in scalars]
-            node = self._p.either([one for one, _ in nodes])
+            node = self._p.lexeme(self._p.either([one for one, _ in nodes]))
             made.append(node if all(plain for _, plain in nodes) else self._p.procedure(node))
         return self._p.either(made)
 
@@ -115,7 +116,7 @@ class _Writer:
         if self._any is None:
             procedure = self._p.declare()
             self._any = self._p.call(procedure)
-            words = [self._p.literal(word) for word in ("null", "true", "false")]
+            words = [self._p.lexeme(self._p.literal(word)) for word in ("null", "true", "false")]
             values = [
                 self._value(NumberSchema()),
                 self._value(StringSchema()),
@@ -206,7 +207,7 @@ class _Writer:
             if value == self._p.nothing and name in required:
                 return self._p.nothing
             if value != self._p.nothing:
-                member = self._p.cat(self._p.literal(_quoted(name)), self._colon, value)
+                member = self._p.cat(self._p.lexeme(self._p.literal(_quoted(name))), self._colon, value)
                 members.append((member, name in required))
         n_required = sum(needed for _, needed in members)
         low = max(0, schema.min_properties - n_required)
@@ -254,12 +255,12 @@ class _Writer:
             excluded = [literal for literal, own in zip(taken, names, strict=True) if self._matches(pattern, own)]
             if excluded:
                 name = self._p.both(name, self._p.negated(self._p.either(excluded)))
-            made.append(self._p.cat(name, self._colon, value))
+            made.append(self._p.cat(self._p.lexeme(name), self._colon, value))
         value = self._value(ANY if schema.additional is None else schema.additional)
         if value != self._p.nothing:
             if taken or patterns:
                 others = self._p.negated(self._p.either([*taken, *patterns]))
-                name = self._p.both(self._p.pattern(_LOOSE_STRING), others)
+                name = self._p.lexeme(self._p.both(self._p.pattern(_LOOSE_STRING), others))
             else:
                 name = self._value(StringSchema())
             made.append(self._p.cat(name, self._colon, value))

@@ -44,11 +44,13 @@ enum ProgramOp {
   PROGRAM_CALL,      // procedure
   PROGRAM_TOKEN,     // token id
   PROGRAM_BODY,      // procedure, operand
-  PROGRAM_ROOT       // operand
+  PROGRAM_ROOT,      // operand
+  PROGRAM_LEXEME     // operand
 };
 
 struct Edge {
   int low, high, bits, target, back, back_bits;
+  bool within;  // a lexeme goes on
 };
 
 struct State {
@@ -125,6 +127,7 @@ class Compiler {
         case PROGRAM_REPEAT: made.push_back(x_.repeat(operand(0), arg[1], arg[2])); break;
         case PROGRAM_QUOTED: made.push_back(x_.cat(x_.byte('"'), x_.cat(x_.quoted(operand(0)), x_.byte('"')))); break;
         case PROGRAM_MULTIPLE: made.push_back(x_.multiple(arg[0], arg[0], arg[1], false)); break;
+        case PROGRAM_LEXEME: made.push_back(x_.lexeme(operand(0))); break;
         case PROGRAM_CALL: made.push_back(x_.call(arg[0])); break;
         case PROGRAM_TOKEN: made.push_back(x_.token(arg[0])); break;
         case PROGRAM_BODY:
@@ -234,7 +237,7 @@ class Compiler {
       if (edge->target == 0) continue;
       Edge* last = made.edges.empty() ? nullptr : &made.edges.back();
       if (last && last->high == b - 1 && last->target == edge->target && last->bits == edge->bits &&
-          last->back == edge->back && last->back_bits == edge->back_bits) {
+          last->back == edge->back && last->back_bits == edge->back_bits && last->within == edge->within) {
         last->high = b;
       } else {
         made.edges.push_back(*edge);
@@ -253,6 +256,10 @@ class Compiler {
   }
 
   Edge edge_on(int id, int byte, const std::vector<int>& calls) {
+    if (int within = x_.derive_within(id, byte)) {
+      Pair to = settled(within);
+      return {byte, byte, to.bits, to.expression, 0, 0, true};
+    }
     int callee = -1, n = 0;
     for (int p : calls)
       if (has(first_[p], byte)) callee = p, ++n;
@@ -260,12 +267,12 @@ class Compiler {
     if (n == 0 || n > 1 || direct != 0) {
       if (n > 0) direct = x_.derive(id, byte, true);
       Pair to = settled(direct);
-      return {byte, byte, to.bits, to.expression, 0, 0};
+      return {byte, byte, to.bits, to.expression, 0, 0, false};
     }
     Pair to = settled(x_.derive(x_.bodies[callee], byte, false));
     Pair back = settled(x_.derive_symbol(id, CALL, callee));
-    if (to.expression == 0 || back.expression == 0) return {byte, byte, 0, 0, 0, 0};
-    return {byte, byte, to.bits | EDGE_CALL, to.expression, back.expression, back.bits};
+    if (to.expression == 0 || back.expression == 0) return {byte, byte, 0, 0, 0, 0, false};
+    return {byte, byte, to.bits | EDGE_CALL, to.expression, back.expression, back.bits, false};
   }
 
   // A state is live if a text leads from it to the end. A call needs the callee and what follows.
@@ -312,13 +319,6 @@ class Compiler {
       if (!s.limit || s.live == states_[s.reached].live) continue;
       throw CountersClash();
     }
-    // A state that is live only because its bound may come near must be able to get there: every counted edge counts on.
-    std::vector<bool> sure(states_.size());
-    std::vector<std::vector<int>> users(states_.size());
-    std::vector<int> todo;
-    bool counters = false;
-    for (int id : order_) counters |= states_[id].limit != 0;
-    if (!counters) return;
   }
 
   void number() {
@@ -390,7 +390,9 @@ class Compiler {
     };
     for (auto& [first, entry] : entries)
       for (int id : entry.states)
-        if (x_[id].nullable && !states_[id].edges.empty()) join(entry.goes_on, bytes_of(id));
+        if (x_[id].nullable)
+          for (const Edge& e : states_[id].edges)
+            if (!e.within) join(entry.goes_on, range_of(e.low, e.high));
     bool again = true;
     while (again) {
       again = false;

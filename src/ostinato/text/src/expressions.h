@@ -39,7 +39,7 @@ inline Bytes range_of(int low, int high) {
   return set;
 }
 
-enum Op : uint8_t { NOTHING, EMPTY, SET, LITERAL, CAT, OR, AND, NOT, REPEAT, MULTIPLE, CALL, TOKEN };
+enum Op : uint8_t { NOTHING, EMPTY, SET, LITERAL, CAT, OR, AND, NOT, REPEAT, MULTIPLE, LEXEME, CALL, TOKEN };
 
 constexpr int UNBOUNDED = -1;
 
@@ -51,6 +51,7 @@ struct Node {
   bool nullable;
   bool counting;  // has a counting repeat in it
   bool symbols;   // has a call or a token in it
+  bool lexing;    // begins within a lexeme
   int a, b, c, d, e;
 };
 
@@ -152,6 +153,8 @@ class Expressions {
       return a;
     return make(REPEAT, a, 0, low, high, flags);
   }
+  // A text that ends only where it cannot go on. `begun`: its first byte was taken.
+  int lexeme(int a, bool begun = false) { return a <= 1 ? a : make(LEXEME, a, begun); }
   // Digits whose number is a multiple of `divisor` * 10^-scale; `remainder` is of those taken so far.
   int multiple(int divisor, int remainder, int scale, bool in_fraction) {
     if (in_fraction) {
@@ -233,6 +236,7 @@ class Expressions {
       case SET: return has(sets_[n.a], byte) ? 1 : 0;
       case LITERAL: return uint8_t(strings_[n.a][n.b]) == byte ? rest_of_literal(n) : 0;
       case MULTIPLE: return derive_multiple(n, byte);
+      case LEXEME: return lexeme(derive(n.a, byte, in_place, deep), true);
       case CALL:
         if (!in_place && !open[n.a]) return 0;
         if (deep > 100) throw Refused("its references go in circles");
@@ -276,6 +280,20 @@ class Expressions {
     }
     remember(key, made);
     return made;
+  }
+
+  // The same, if the byte belongs to a lexeme that has begun; else nothing.
+  int derive_within(int id, int byte) {
+    const Node n = nodes_[id];
+    if (!n.lexing) return 0;
+    if (n.op == LEXEME) return lexeme(derive(n.a, byte, false), true);
+    if (n.op == CAT) {
+      int left = derive_within(n.a, byte);
+      return left ? cat(left, n.b) : 0;
+    }
+    std::vector<int> kids;
+    for (int i = 0; i < n.b; ++i) kids.push_back(derive_within(pool_[n.a + i], byte));
+    return either(std::move(kids));
   }
 
   // What may follow a call of procedure `p` (or a special token, with op TOKEN).
@@ -335,6 +353,7 @@ class Expressions {
         for (int i = 0, from = n.a, count = n.b; i < count; ++i) heads(pool_[from + i], into, deep);
         break;
       case NOT:
+      case LEXEME:
       case REPEAT: heads(n.a, into, deep); break;
       case CALL:
         if (deep > 100) throw Refused("its references go in circles");
@@ -372,6 +391,7 @@ class Expressions {
         }
         break;
       case NOT: return range_of(0, 255);
+      case LEXEME:
       case REPEAT: return first_bytes(n.a, deep);
       case CALL:
         if (deep > 100) throw Refused("its references go in circles");
@@ -454,7 +474,7 @@ class Expressions {
     return n.a == other.a && n.b == other.b && n.c == other.c && n.d == other.d && n.e == other.e;
   }
   int make(Op op, int a = 0, int b = 0, int c = 0, int d = 0, int e = 0, const int* kids = nullptr) {
-    Node n{op, false, false, false, a, b, c, d, e};
+    Node n{op, false, false, false, false, a, b, c, d, e};
     size_t mask = table_.size() - 1, at = hash_of(n, kids) & mask;
     for (; table_[at] >= 0; at = (at + 1) & mask)
       if (same(n, kids, nodes_[table_[at]])) return table_[at];
@@ -487,6 +507,7 @@ class Expressions {
         n.nullable = nodes_[n.a].nullable && nodes_[n.b].nullable;
         n.counting = nodes_[n.a].counting || nodes_[n.b].counting;
         n.symbols = nodes_[n.a].symbols || nodes_[n.b].symbols;
+        n.lexing = nodes_[n.a].lexing;
         break;
       case OR:
       case AND:
@@ -496,6 +517,7 @@ class Expressions {
           n.nullable = n.op == OR ? n.nullable || kid.nullable : n.nullable && kid.nullable;
           n.counting |= kid.counting;
           n.symbols |= kid.symbols;
+          n.lexing |= kid.lexing;
         }
         break;
       case NOT:
@@ -508,6 +530,11 @@ class Expressions {
         n.symbols = nodes_[n.a].symbols;
         break;
       case MULTIPLE: n.nullable = n.b == 0; break;
+      case LEXEME:
+        n.nullable = nodes_[n.a].nullable;
+        n.counting = nodes_[n.a].counting;
+        n.lexing = n.b;
+        break;
       case CALL:
       case TOKEN: n.symbols = true; break;
       default: break;
@@ -609,7 +636,8 @@ class Expressions {
       case AND:
         for (int i = 0; i < n.b; ++i) marks(pool_[n.a + i], kinds);
         break;
-      case NOT: marks(n.a, kinds); break;
+      case NOT:
+      case LEXEME: marks(n.a, kinds); break;
       case REPEAT:
         if (n.e) kinds |= n.e & BEGUN ? 1 : n.e & TAKEN ? 2 : 4;
         marks(n.a, kinds);
@@ -629,7 +657,8 @@ class Expressions {
       case AND:
         for (int i = 0; i < n.b; ++i) smallest(pool_[n.a + i], least);
         break;
-      case NOT: smallest(n.a, least); break;
+      case NOT:
+      case LEXEME: smallest(n.a, least); break;
       case REPEAT:
         if (n.e & MIN_COUNTS) least = std::min(least, n.c);
         if (n.e & MAX_COUNTS) least = std::min(least, n.d);
@@ -654,6 +683,7 @@ class Expressions {
         return listed(n.op, std::move(kids));
       }
       case NOT: return negated(shifted(n.a, by));
+      case LEXEME: return lexeme(shifted(n.a, by), n.b);
       case REPEAT: {
         if (nodes_[n.a].counting) throw CountersClash();
         int low = n.c, high = n.d, flags = n.e & (MIN_COUNTS | MAX_COUNTS);

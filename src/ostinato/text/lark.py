@@ -1,0 +1,236 @@
+"""Grammars in Lark, as llguidance reads it, as programs of the grammar compiler.
+
+Read are rules and terminals of strings, regular expressions, groups, repeats, `%json`, token ids (`<[7]>`), rules that
+end with a `suffix`, and references to other grammars (`@answer`). Everything else is refused. Strings, regular
+expressions and terminals are lexemes: each takes as much text as it can.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from ostinato.errors import BadOption
+from ostinato.text.program import UNBOUNDED, Program
+
+_TOKEN: Final = re.compile(
+    r"""(?P<blank>[ \t\r]+|//[^\n]*|\#[^\n]*)
+    |(?P<line>\n)
+    |(?P<json>%json\s*(?=\{))
+    |(?P<string>"(?:[^"\\\n]|\\.)*")
+    |(?P<regex>/(?:[^/\\\n]|\\.)+/)
+    |(?P<special><\[[0-9]+(?:,[0-9]+)*\]>)
+    |(?P<name>@?[A-Za-z_][A-Za-z0-9_-]*)
+    |(?P<range>\{[0-9]*(?:,[0-9]*)?\})
+    |(?P<sign>[:|()\[\]*+?=,])""",
+    re.VERBOSE,
+)
+_MAX_DEPTH: Final = 60
+
+JsonNode: TypeAlias = Callable[[Program, Any], int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    kind: str
+    value: Any
+    starts_line: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """Where its alternatives begin among the tokens, and the text that ends it, if one is named."""
+
+    at: int
+    suffix: str | None
+
+
+def lark_node(program: Program, text: str, json_node: JsonNode, others: Mapping[str, Callable[[], int]]) -> int:
+    """The texts of a grammar as a node of `program`; `others` make the grammars that it may refer to. BadOption where
+    it has more than is read here."""
+    return _Reader(program, _tokens(text), json_node, others).root()
+
+
+def _tokens(text: str) -> list[_Token]:
+    found, at, starts_line = [], 0, True
+    while at < len(text):
+        match = _TOKEN.match(text, at)
+        kind = match.lastgroup if match else None
+        if match is None or kind is None:
+            raise BadOption(f"the grammar has {text[at : at + 20]!r}, which is not supported")
+        at, value = match.end(), match[0]
+        if kind == "blank":
+            continue
+        if kind == "line":
+            starts_line = True
+            continue
+        if kind == "json":
+            try:
+                value, at = json.JSONDecoder().raw_decode(text, at)
+            except ValueError as error:
+                raise BadOption(f"a schema in the grammar is not JSON: {error}") from None
+        if kind == "string":
+            try:
+                value = json.loads(value)
+            except ValueError:
+                raise BadOption(f"the grammar has {value[:20]}, whose escapes are not supported") from None
+        if at < len(text) and kind in ("string", "regex") and text[at].isalpha():
+            raise BadOption("the grammar has flags after a string or a regular expression")
+        found.append(_Token(kind, value, starts_line))
+        starts_line = False
+    return found
+
+
+class _Reader:
+    def __init__(
+        self, program: Program, tokens: list[_Token], json_node: JsonNode, others: Mapping[str, Callable[[], int]]
+    ) -> None:
+        self._p, self._tokens, self._json, self._others = program, tokens, json_node, others
+        self._at = 0
+        self._rules: dict[str, _Rule] = {}
+        self._calls: dict[str, int] = {}
+        self._terminals: dict[str, int | None] = {}
+        self._find_rules()
+
+    def root(self) -> int:
+        if "start" not in self._rules:
+            raise BadOption("the grammar has no rule named start")
+        return self._rule("start")
+
+    def _find_rules(self) -> None:
+        while self._at < len(self._tokens):
+            name = self._next("name")
+            suffix = None
+            if self._eat("["):
+                if self._next("name").value != "suffix" or not self._eat("="):
+                    raise BadOption("the grammar has attributes other than suffix")
+                suffix = self._next("string").value
+                self._need("]")
+            self._need(":")
+            if not name.starts_line or name.value in self._rules or name.value.startswith("@"):
+                raise BadOption(f"the grammar has {name.value!r} where a rule must begin")
+            self._rules[name.value] = _Rule(self._at, suffix)
+            while self._at < len(self._tokens) and not self._begins_rule():
+                self._at += 1
+
+    def _begins_rule(self) -> bool:
+        token = self._tokens[self._at]
+        return token.starts_line and token.kind == "name"
+
+    def _rule(self, name: str) -> int:
+        """A call of a rule; rules may refer to one another before they are read."""
+        if name not in self._calls:
+            if name not in self._rules:
+                raise BadOption(f"the grammar has no rule named {name!r}")
+            procedure = self._p.declare()
+            self._calls[name] = self._p.call(procedure)
+            self._p.define(procedure, self._body(name, lexical=False))
+        return self._calls[name]
+
+    def _body(self, name: str, *, lexical: bool) -> int:
+        rule, back = self._rules[name], self._at
+        self._at = rule.at
+        try:
+            node = self._alternatives(lexical or rule.suffix is not None, 0)
+            if self._at < len(self._tokens) and not self._begins_rule():
+                raise BadOption(f"the grammar has {self._tokens[self._at].value!r}, which is not supported there")
+        finally:
+            self._at = back
+        return node if rule.suffix is None else self._p.lexeme(self._until(node, rule.suffix))
+
+    def _until(self, node: int, suffix: str) -> int:
+        """A text and, after it, the first occurrence of the suffix."""
+        end, everything = self._p.literal(suffix), self._p.negated(self._p.nothing)
+        too_long = self._p.cat(everything, end, self._p.negated(self._p.empty))
+        return self._p.both(self._p.cat(node, end), self._p.negated(too_long))
+
+    def _terminal(self, name: str) -> int:
+        if name not in self._rules:
+            raise BadOption(f"the grammar has no terminal named {name!r}")
+        if name in self._terminals and self._terminals[name] is None:
+            raise BadOption(f"the terminal {name!r} of the grammar refers to itself")
+        self._terminals.setdefault(name, None)
+        found = self._terminals[name]
+        if found is None:
+            found = self._terminals[name] = self._body(name, lexical=True)
+        return found
+
+    def _alternatives(self, lexical: bool, deep: int) -> int:
+        if deep > _MAX_DEPTH:
+            raise BadOption("the grammar is nested too deep")
+        nodes = [self._sequence(lexical, deep)]
+        while self._eat("|"):
+            nodes.append(self._sequence(lexical, deep))
+        return self._p.either(nodes)
+
+    def _sequence(self, lexical: bool, deep: int) -> int:
+        nodes = []
+        while self._at < len(self._tokens) and not self._begins_rule() and not self._is_next("|", ")", "]"):
+            nodes.append(self._repeated(self._atom(lexical, deep)))
+        return self._p.cat(*nodes)
+
+    def _repeated(self, node: int) -> int:
+        while self._at < len(self._tokens):
+            token = self._tokens[self._at]
+            if token.kind == "range":
+                low, comma, high = token.value[1:-1].partition(",")
+                least = int(low or 0)
+                node = self._p.repeat(node, least, (int(high) if high else UNBOUNDED) if comma else least)
+            elif token.kind == "sign" and token.value in "*+?":
+                low_high = {"*": (0, UNBOUNDED), "+": (1, UNBOUNDED), "?": (0, 1)}[token.value]
+                node = self._p.repeat(node, *low_high)
+            else:
+                break
+            self._at += 1
+        return node
+
+    def _atom(self, lexical: bool, deep: int) -> int:
+        token = self._tokens[self._at]
+        self._at += 1
+        match token.kind:
+            case "string":
+                return self._text(self._p.literal(token.value), lexical)
+            case "regex":
+                return self._text(self._p.pattern(token.value[1:-1]), lexical)
+            case "name" if token.value.startswith("@"):
+                if lexical or token.value[1:] not in self._others:
+                    raise BadOption(f"the grammar refers to {token.value!r}, which is not there")
+                return self._others[token.value[1:]]()
+            case "name" if token.value.isupper():
+                return self._text(self._terminal(token.value), lexical)
+            case "name" if not lexical:
+                return self._rule(token.value)
+            case "json" if not lexical:
+                return self._json(self._p, token.value)
+            case "special" if not lexical:
+                return self._p.either([self._p.token(int(id)) for id in token.value[2:-2].split(",")])
+            case "sign" if token.value in "([":
+                node = self._alternatives(lexical, deep + 1)
+                self._need(")" if token.value == "(" else "]")
+                return node if token.value == "(" else self._p.optional(node)
+        raise BadOption(f"the grammar has {token.value!r}, which is not supported there")
+
+    def _text(self, node: int, lexical: bool) -> int:
+        return node if lexical else self._p.lexeme(node)
+
+    def _is_next(self, *signs: str) -> bool:
+        token = self._tokens[self._at] if self._at < len(self._tokens) else None
+        return token is not None and token.kind == "sign" and token.value in signs
+
+    def _eat(self, sign: str) -> bool:
+        found = self._is_next(sign)
+        self._at += found
+        return found
+
+    def _need(self, sign: str) -> None:
+        if not self._eat(sign):
+            raise BadOption(f"the grammar has no {sign!r} where one must be")
+
+    def _next(self, kind: str) -> _Token:
+        if self._at >= len(self._tokens) or self._tokens[self._at].kind != kind:
+            raise BadOption(f"the grammar has no {kind} where one must be")
+        self._at += 1
+        return self._tokens[self._at - 1]
