@@ -1,4 +1,5 @@
-"""The wheel's one build step: the native CPU loop, compiled for the levels of CPU that a wheel carries.
+"""The wheel's one build step: the native CPU loop, compiled for the levels of CPU that a wheel carries, and the
+compiler of grammars.
 
 All else is in pyproject.toml. With the package ziglang beside setuptools, objects need nothing newer than glibc 2.28,
 and OSTINATO_WHEEL_ARCH may name another architecture: `make wheel` builds both so. Otherwise the machine's compiler
@@ -13,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 
@@ -24,21 +24,22 @@ from setuptools.command.build_py import build_py
 PACKAGE = Path(__file__).parent / "src" / "ostinato"
 NATIVE = PACKAGE / "backends" / "native"
 FOLDERS = NATIVE / "src", PACKAGE / "loop"  # the second for the headers that all backends share
+TEXT = PACKAGE / "text"
 GLIBC = 2, 28
 
 
-def cpu_levels() -> ModuleType:
-    """`backends/native/cpu_levels.py` by its path: the package itself needs more than a build has."""
-    spec = importlib.util.spec_from_file_location("cpu_levels", NATIVE / "cpu_levels.py")
+def module_of(path: Path) -> ModuleType:
+    """A module by its path: the package itself needs more than a build has."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["cpu_levels"] = module  # dataclasses look their module up
+    sys.modules[path.stem] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
 
-LEVELS = cpu_levels()
+LEVELS, OBJECTS = module_of(NATIVE / "cpu_levels.py"), module_of(PACKAGE / "files" / "objects.py")
 ARCHITECTURE = os.environ.get("OSTINATO_WHEEL_ARCH") or LEVELS.architecture()
 
 
@@ -89,21 +90,29 @@ class BuildWithObjects(build_py):
         found = compiler()
         if self.editable_mode or found is None:
             return
-        folder = Path(self.build_lib) / "ostinato" / "backends" / "native" / "built"
-        shutil.rmtree(folder, ignore_errors=True)  # of another architecture
-        folder.mkdir(parents=True)
+        package = Path(self.build_lib) / "ostinato"
+        native, text = package / "backends" / "native" / "built", package / "text" / "built"
+        for folder in (native, text):
+            shutil.rmtree(folder, ignore_errors=True)  # of another architecture
+            folder.mkdir(parents=True)
         for level in LEVELS.IN_WHEELS[ARCHITECTURE]:
-            made = folder / f"{level.name}.so"
-            with tempfile.TemporaryDirectory() as objects:
-                units = []
-                for unit in sorted(FOLDERS[0].glob(f"*{LEVELS.UNIT}")):
-                    units.append(f"{objects}/{unit.stem}.o")
-                    options = ["-fPIC", *found.flags(level), f"-I{FOLDERS[1]}"]
-                    subprocess.run([*found.command, *options, "-c", str(unit), "-o", units[-1]], check=True)
-                options = ["-shared", "-fPIC", *found.link_flags(level), "-Wl,--strip-all"]
-                subprocess.run([*found.command, *options, *units, "-o", str(made)], check=True)
-            sums = LEVELS.sum_of(LEVELS.sources(*FOLDERS), level.flags), sha256(made.read_bytes()).hexdigest()
-            (folder / f"{level.name}.sum").write_text("\n".join(sums) + "\n", "utf-8")
+            self.make(found, level, native / f"{level.name}.so", FOLDERS, level.flags)
+        plainest = LEVELS.IN_WHEELS[ARCHITECTURE][-1]  # grammars are compiled by integers and branches alone
+        self.make(found, plainest, text / "automaton.so", (TEXT / "src",), ())
+
+    def make(  # type: ignore[no-untyped-def]  # a Level of a module that is loaded by its path
+        self, found: Compiler, level, made: Path, folders: tuple[Path, ...], flags: tuple[str, ...]
+    ) -> None:
+        """One object, and beside it what it was made from; `flags` are those that its results depend on."""
+        with tempfile.TemporaryDirectory() as objects:
+            units = []
+            for unit in sorted(folders[0].glob(f"*{OBJECTS.UNIT}")):
+                units.append(f"{objects}/{unit.stem}.o")
+                options = ["-fPIC", *found.flags(level), *(f"-I{folder}" for folder in folders[1:])]
+                subprocess.run([*found.command, *options, "-c", str(unit), "-o", units[-1]], check=True)
+            options = ["-shared", "-fPIC", *found.link_flags(level), "-Wl,--strip-all"]
+            subprocess.run([*found.command, *options, *units, "-o", str(made)], check=True)
+        OBJECTS.write_sums(made, OBJECTS.sum_of(OBJECTS.sources(*folders), flags))
 
 
 class Wheel(bdist_wheel):

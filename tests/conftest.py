@@ -1,5 +1,6 @@
 """What every test may lean on: the default model, where it can be had, and a folder of vocabularies."""
 
+import json
 import math
 import os
 import random
@@ -36,6 +37,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCABULARIES = Path(os.environ.get("OSTINATO_VOCABULARIES") or Path(__file__).parents[2] / "shared" / "data" / "vocab")
+SCHEMAS = Path(os.environ.get("OSTINATO_SCHEMAS") or VOCABULARIES.parent / "schemas" / "schemas.json")
 
 
 # The same examples in every run; `make soak` looks for others. Hypothesis also tries constants that it finds in our
@@ -164,6 +166,15 @@ def vocab_data() -> Path:
         where = f"{VOCABULARIES} (OSTINATO_VOCABULARIES names another folder)"
         pytest.skip(f"no vocabularies at {where}: ids of other implementations were not compared")
     return VOCABULARIES
+
+
+@pytest.fixture(scope="session")
+def schema_data() -> list[dict[str, Any]]:
+    """Schemas that people wrote, with valid and invalid instances; skipped where they are not there."""
+    if not SCHEMAS.is_file():
+        pytest.skip(f"no schemas at {SCHEMAS} (OSTINATO_SCHEMAS names another file): none that people wrote was tried")
+    found: list[dict[str, Any]] = json.loads(SCHEMAS.read_text("utf-8"))
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ import numpy as np
 
 from ostinato import build
 from ostinato.errors import BadOption
+from ostinato.files.objects import prebuilt, sources, sum_of
 from ostinato.options import Rule
 from ostinato.text.grammar import COMPACT, as_lark
 from ostinato.text.lark import lark_node
@@ -26,11 +27,13 @@ from ostinato.text.schema import followable
 from ostinato.text.schema_program import ascii_classes, schema_node
 
 SOURCES: Final = Path(__file__).parent / "src"
+SOURCE: Final = "automaton.cpp"
+BUILT: Final = Path(__file__).parent / "built"  # a wheel's object
 MAX_DEPTH: Final = 64
 POSITION_WORDS: Final = 3 + 2 * MAX_DEPTH
 MAX_STATES: Final = 32_768
 MAX_WORDS: Final = 1 << 20  # four megabytes
-MAX_MS: Final = 1_000
+MAX_MS: Final = 500
 
 _HEADER_WORDS, _HEADER_STATES, _HEADER_DEPTH = 1, 2, 7
 _HEADER_STATES_AT, _STATE_SIZE, _STATE_LIMIT = 4, 7, 5
@@ -38,10 +41,16 @@ _HEADER_STATES_AT, _STATE_SIZE, _STATE_LIMIT = 4, 7, 5
 
 @cache
 def library() -> ctypes.CDLL:
-    """The compiler and the walk; HardwareCannot where there is neither an object nor a C++ compiler."""
-    texts = {path.name: path.read_text("utf-8") for path in sorted(SOURCES.iterdir())}
-    source = texts.pop("automaton.cpp")
-    opened = ctypes.CDLL(str(build.shared_object(source, "automaton.cpp", headers=texts)))
+    """The compiler and the walk, from the wheel or compiled once; HardwareCannot where neither can be had."""
+    texts = sources(SOURCES)
+    found, _ = prebuilt(BUILT / "automaton.so", sum_of(texts, ()))
+    try:
+        opened = None if found is None else ctypes.CDLL(str(found))
+    except OSError:  # made for a newer system than this
+        opened = None
+    if opened is None:
+        main = texts.pop(SOURCE)
+        opened = ctypes.CDLL(str(build.shared_object(main, SOURCE, headers=texts)))
     opened.grammar_trie.restype = ctypes.c_void_p
     return opened
 
@@ -187,7 +196,7 @@ class Trie:
         library().grammar_trie_free(self._handle)
 
 
-class Masks:
+class GrammarMasks:
     """The masks of one automaton over one vocabulary, kept by the part of a position that they depend on."""
 
     def __init__(self, automaton: Automaton, trie: Trie, n_ids: int) -> None:
@@ -250,4 +259,3 @@ def _words(of: np.ndarray) -> Any:
 
 def _pointer(words: array[int]) -> Any:
     return ctypes.c_void_p(words.buffer_info()[0])
-

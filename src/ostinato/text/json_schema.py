@@ -8,6 +8,7 @@ program from the normal form.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
@@ -17,6 +18,7 @@ from ostinato.errors import BadOption
 from ostinato.text.json_numbers import NumberSchema, decimal_of, least_common_multiple
 
 MAX_SIZE: Final = 50_000
+MAX_MS: Final = 500
 MAX_MERGES: Final = 128  # within one another
 
 # A regular expression of a string's value: ("literal" | "whole" | "part", text), or ("and", expressions).
@@ -108,20 +110,28 @@ _DRAFTS: Final = {
     "https://json-schema.org/draft/2020-12/schema": 2020,
 }
 _IMPLEMENTED: Final = frozenset(
-    "anyOf oneOf allOf $ref const enum type items additionalItems prefixItems minItems maxItems properties "
-    "additionalProperties patternProperties required minProperties maxProperties minLength maxLength pattern format "
-    "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf".split()
+    {
+        *("anyOf", "oneOf", "allOf", "$ref", "const", "enum", "type", "items", "additionalItems"),
+        *("prefixItems", "minItems", "maxItems", "properties", "additionalProperties", "patternProperties"),
+        *("required", "minProperties", "maxProperties", "minLength", "maxLength", "pattern", "format"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    }
 )
 _REMARKS: Final = frozenset(
-    "$anchor $defs definitions $schema $id id $comment title description default readOnly writeOnly examples "
-    "contentMediaType contentEncoding".split()
+    {
+        *("$anchor", "$defs", "definitions", "$schema", "$id", "id", "$comment", "title", "description"),
+        *("default", "readOnly", "writeOnly", "examples", "contentMediaType", "contentEncoding"),
+    }
 )
 # The first draft that knows a keyword, and the last.
 _SINCE: Final = {
     **dict.fromkeys(
-        "$ref $schema additionalItems additionalProperties allOf anyOf dependencies enum exclusiveMaximum "
-        "exclusiveMinimum format items maxItems maxLength maxProperties maximum minItems minLength minProperties "
-        "minimum multipleOf not oneOf pattern patternProperties properties required type uniqueItems".split(),
+        [
+            *("$ref", "$schema", "additionalItems", "additionalProperties", "allOf", "anyOf", "dependencies"),
+            *("enum", "exclusiveMaximum", "exclusiveMinimum", "format", "items", "maxItems", "maxLength"),
+            *("maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf"),
+            *("not", "oneOf", "pattern", "patternProperties", "properties", "required", "type", "uniqueItems"),
+        ],
         (0, 9999),
     ),
     "id": (4, 4),
@@ -129,8 +139,10 @@ _SINCE: Final = {
     **dict.fromkeys(["contentEncoding", "contentMediaType"], (6, 7)),
     **dict.fromkeys(["else", "if", "then"], (7, 9999)),
     **dict.fromkeys(
-        "$anchor $defs $recursiveAnchor $recursiveRef dependentRequired dependentSchemas maxContains minContains "
-        "prefixItems unevaluatedItems unevaluatedProperties".split(),
+        [
+            *("$anchor", "$defs", "$recursiveAnchor", "$recursiveRef", "dependentRequired", "dependentSchemas"),
+            *("maxContains", "minContains", "prefixItems", "unevaluatedItems", "unevaluatedProperties"),
+        ],
         (2019, 9999),
     ),
     **dict.fromkeys(["$dynamicAnchor", "$dynamicRef"], (2020, 2020)),
@@ -158,6 +170,7 @@ class Reader:
         self._matches, self._disjoint = matches, disjoint
         self._seen: set[str] = set()
         self._n = 0
+        self._until = time.monotonic() + MAX_MS / 1000
         self._resources: dict[str, tuple[Any, Place]] | None = None
 
     def read(self) -> Schema:
@@ -297,6 +310,8 @@ class Reader:
         self._n += 1
         if self._n > MAX_SIZE:
             raise BadOption("the schema is too large")
+        if self._n % 64 == 0 and time.monotonic() > self._until:
+            raise BadOption(f"it takes longer than {MAX_MS} ms to read")
 
     # --- references ---
 
@@ -405,14 +420,10 @@ class Reader:
 
     def _both_arrays(self, one: ArraySchema, other: ArraySchema, deep: int) -> Schema:
         length = max(len(one.prefix), len(other.prefix))
-        left, right = (
-            [*of.prefix, *[of.items or ANY] * (length - len(of.prefix))] for of in (one, other)
-        )
+        left, right = ([*of.prefix, *[of.items or ANY] * (length - len(of.prefix))] for of in (one, other))
         prefix = tuple(self._merged(a, b, deep) for a, b in zip(left, right, strict=True))
         items = self._optional(one.items, other.items, deep)
-        return ArraySchema(
-            max(one.min_items, other.min_items), _least(one.max_items, other.max_items), prefix, items
-        )
+        return ArraySchema(max(one.min_items, other.min_items), _least(one.max_items, other.max_items), prefix, items)
 
     def _both_objects(self, one: ObjectSchema, other: ObjectSchema, deep: int) -> Schema:
         properties = {

@@ -19,6 +19,7 @@ from ostinato.text.program import UNBOUNDED, Program
 _TOKEN: Final = re.compile(
     r"""(?P<blank>[ \t\r]+|//[^\n]*|\#[^\n]*)
     |(?P<line>\n)
+    |(?P<options>%llguidance\s*(?=\{))
     |(?P<json>%json\s*(?=\{))
     |(?P<string>"(?:[^"\\\n]|\\.)*")
     |(?P<regex>/(?:[^/\\\n]|\\.)+/)
@@ -41,7 +42,7 @@ class _Token:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class _LarkRule:
     """Where its alternatives begin among the tokens, and the text that ends it, if one is named."""
 
     at: int
@@ -51,7 +52,7 @@ class _Rule:
 def lark_node(program: Program, text: str, json_node: JsonNode, others: Mapping[str, Callable[[], int]]) -> int:
     """The texts of a grammar as a node of `program`; `others` make the grammars that it may refer to. BadOption where
     it has more than is read here."""
-    return _Reader(program, _tokens(text), json_node, others).root()
+    return _LarkReader(program, _tokens(text), json_node, others).root()
 
 
 def _tokens(text: str) -> list[_Token]:
@@ -67,11 +68,15 @@ def _tokens(text: str) -> list[_Token]:
         if kind == "line":
             starts_line = True
             continue
-        if kind == "json":
+        if kind in ("json", "options"):
             try:
                 value, at = json.JSONDecoder().raw_decode(text, at)
             except ValueError as error:
                 raise BadOption(f"a schema in the grammar is not JSON: {error}") from None
+        if kind == "options":
+            if value != {}:
+                raise BadOption("the grammar has options of its own")
+            continue
         if kind == "string":
             try:
                 value = json.loads(value)
@@ -84,13 +89,13 @@ def _tokens(text: str) -> list[_Token]:
     return found
 
 
-class _Reader:
+class _LarkReader:
     def __init__(
         self, program: Program, tokens: list[_Token], json_node: JsonNode, others: Mapping[str, Callable[[], int]]
     ) -> None:
         self._p, self._tokens, self._json, self._others = program, tokens, json_node, others
         self._at = 0
-        self._rules: dict[str, _Rule] = {}
+        self._rules: dict[str, _LarkRule] = {}
         self._calls: dict[str, int] = {}
         self._terminals: dict[str, int | None] = {}
         self._find_rules()
@@ -112,7 +117,7 @@ class _Reader:
             self._need(":")
             if not name.starts_line or name.value in self._rules or name.value.startswith("@"):
                 raise BadOption(f"the grammar has {name.value!r} where a rule must begin")
-            self._rules[name.value] = _Rule(self._at, suffix)
+            self._rules[name.value] = _LarkRule(self._at, suffix)
             while self._at < len(self._tokens) and not self._begins_rule():
                 self._at += 1
 

@@ -28,7 +28,7 @@ from ostinato.backends.native.cpu_levels import (
 )
 from ostinato.backends.native.library import compiler_of_object, cpu_library, native_status, why_no_native
 from ostinato.errors import HardwareCannot
-from ostinato.files import store
+from ostinato.files import objects, store
 from tests.counts import soaking
 
 REAL = native_cpu.FOLDERS
@@ -89,7 +89,7 @@ def prebuild(native: Path, level: cpu_levels.Level = PLAIN) -> Path:
     path = folder / f"{level.name}.so"
     path.write_bytes(made.read_bytes())
     own = sha256(path.read_bytes()).hexdigest()
-    (folder / f"{level.name}.sum").write_text(f"{cpu_levels.sum_of(cpu_levels.sources(native), level.flags)}\n{own}\n")
+    (folder / f"{level.name}.sum").write_text(f"{objects.sum_of(objects.sources(native), level.flags)}\n{own}\n")
     return path
 
 

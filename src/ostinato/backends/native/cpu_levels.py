@@ -1,4 +1,4 @@
-"""The CPU levels that native code is compiled for: what each asks of a CPU, its compiler flags, and which sources.
+"""The CPU levels that native code is compiled for: what each asks of a CPU, its compiler flags, and the main source.
 
 Nothing but the standard library here, and nothing of the package: the build of a wheel reads this file alone, by its
 path, so that a wheel's objects and those compiled at first use are made in one way.
@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
 SOURCE: Final = "cpu.cpp"  # the translation unit that others are compiled beside
-UNIT: Final = ".cpp"  # what the names of translation units end with
 # -ffp-contract=off: the levels and the compilers must round alike, so a multiply and an add are fused where the source
 # says fma and nowhere else. -fno-math-errno: a square root is one instruction. -fpeel-loops: short loops over arrays
 # are unrolled, so that these stay in registers; with it -O2 gives code as fast as -O3's in two thirds of the time.
@@ -162,19 +160,3 @@ def best_level(found: Iterable[str], machine: str = X86_64) -> Level:
     """
     here = frozenset(found)
     return next(level for level in levels_of(machine) if level.needs <= here)
-
-
-def sources(*folders: Path) -> dict[str, str]:
-    """Every translation unit and every header, by name."""
-    paths = sorted(path for folder in folders for path in (*folder.glob(f"*{UNIT}"), *folder.glob("*.h")))
-    return {path.name: path.read_text("utf-8") for path in paths}
-
-
-def sum_of(texts: dict[str, str], flags: Sequence[str]) -> str:
-    """What an object was made from: sources, and the flags that it was made with."""
-    total = sha256()
-    for piece in (*flags, "", *(text for pair in sorted(texts.items()) for text in pair)):
-        encoded = piece.encode()
-        total.update(len(encoded).to_bytes(8, "little"))  # or "a" and "bc" would be "ab" and "c"
-        total.update(encoded)
-    return total.hexdigest()

@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Final, TypedDict
 
@@ -21,6 +20,7 @@ from ostinato.backends.native import cpu_levels
 from ostinato.backends.native.cpu_levels import Level
 from ostinato.errors import HardwareCannot, InternalError, listing
 from ostinato.extras import missing
+from ostinato.files.objects import UNIT, prebuilt, sources, sum_of
 from ostinato.loop.sources import FOLDER as LOOP_SOURCES
 from ostinato.options import Talk
 
@@ -80,7 +80,7 @@ def cpu_library(talk: Talk | None = None, *, level: Level | None = None) -> ctyp
 
 def source(name: str) -> str:
     """A source or header of the library, by its file name."""
-    return cpu_levels.sources(*FOLDERS)[name]
+    return sources(*FOLDERS)[name]
 
 
 def compile_object(talk: Talk | None = None) -> Path:
@@ -166,18 +166,7 @@ def plainest_library() -> tuple[Level, ctypes.CDLL]:
 
 def wheel_object(level: Level) -> tuple[Path | None, str | None]:
     """The wheel's object of this level, if it is whole and made from these sources; else why not, if there is one."""
-    path, sums = BUILT / f"{level.name}.so", BUILT / f"{level.name}.sum"
-    if not path.is_file():
-        return None, None
-    try:
-        made_from, own = sums.read_text("utf-8").split()
-        if own != sha256(path.read_bytes()).hexdigest():
-            return None, f"the prebuilt object {path.name} is damaged"
-    except (OSError, ValueError):
-        return None, f"the prebuilt object {path.name} cannot be read"
-    if made_from != cpu_levels.sum_of(cpu_levels.sources(*FOLDERS), level.flags):
-        return None, f"the prebuilt object {path.name} was made from other sources"
-    return path, None
+    return prebuilt(BUILT / f"{level.name}.so", sum_of(sources(*FOLDERS), level.flags))
 
 
 def _extra_flags() -> tuple[str, ...]:
@@ -226,9 +215,9 @@ class _Inputs(TypedDict):
 
 
 def _inputs(folders: Sequence[Path], level: Level, extra: Sequence[str]) -> _Inputs:
-    texts = cpu_levels.sources(*folders)
+    texts = sources(*folders)
     source = texts.pop(cpu_levels.SOURCE)
-    units = {name: text for name, text in texts.items() if name.endswith(cpu_levels.UNIT)}
+    units = {name: text for name, text in texts.items() if name.endswith(UNIT)}
     headers = {name: text for name, text in texts.items() if name not in units}
     flags, zig_flags = (*level.flags, *extra), (*level.zig_flags, *extra)
     return _Inputs(

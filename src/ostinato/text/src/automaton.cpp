@@ -5,7 +5,6 @@
 // states inside are stored once, wherever and however deep they occur. Where two readings of a text begin with the same
 // byte and one of them is a call, that call is read in place instead, so that every byte has one successor.
 
-#include <chrono>
 #include <climits>
 #include <cstdio>
 #include <cstdlib>
@@ -17,18 +16,8 @@
 namespace grammar {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-struct Limits {
-  int states;
-  int words;
-  Clock::time_point until;
-  int milliseconds;
-};
-
 // Bounds above `LARGE` count instead of being written out.
 constexpr int LARGE = 12;
-constexpr int MAX_NODES = 1 << 20;
 
 enum ProgramOp {
   PROGRAM_NOTHING,
@@ -64,12 +53,15 @@ struct State {
 class Compiler {
  public:
   Compiler(const int* program, int words, const char* texts, const Limits& limits, int large, int tail,
-           const std::vector<bool>& open)
-      : x_(large, tail, MAX_NODES), limits_(limits) {
+           const std::vector<bool>& open, const std::vector<bool>& may_be_empty)
+      : x_(large, tail, limits), limits_(limits) {
+    x_.may_be_empty = may_be_empty;
     build(program, words, texts, open);
   }
 
   Expressions& expressions() { return x_; }
+
+  bool knew_what_may_be_empty() const { return x_.may_be_empty == empty_after_all; }
 
   std::vector<int> compile() {
     root_ = settled(root_).expression;
@@ -84,6 +76,7 @@ class Compiler {
 
   // Procedures that must be read in place after all, found by `compile`; then compile again.
   std::vector<bool> to_open;
+  std::vector<bool> empty_after_all;
 
  private:
   Expressions x_;
@@ -140,7 +133,7 @@ class Compiler {
           break;
         default: throw Refused("its program is damaged");
       }
-      if (Clock::now() > limits_.until) too_slow();
+      limits_.check_time();
     }
     // A procedure that begins with a call or a token, or may be empty, is read in place.
     for (int p = 0; p < procedures; ++p) {
@@ -152,6 +145,8 @@ class Compiler {
     }
     for (int p = 0; p < procedures; ++p) first_.push_back(x_.first_bytes(x_.bodies[p]));
     to_open = x_.open;
+    for (int p = 0; p < procedures; ++p) empty_after_all.push_back(x_[x_.bodies[p]].nullable);
+    x_.may_be_empty.resize(procedures);
   }
 
   void shallow_heads(int id, Expressions::Heads& into) {
@@ -169,10 +164,6 @@ class Compiler {
     }
   }
 
-  [[noreturn]] void too_slow() {
-    throw Refused("it takes longer than " + std::to_string(limits_.milliseconds) + " ms to compile");
-  }
-
   State& state(int id) {
     if (id >= int(states_.size())) states_.resize(std::max(x_.size(), id + 1));
     return states_[id];
@@ -187,7 +178,7 @@ class Compiler {
       todo.pop_back();
       if (state(id).explored) continue;
       if (int(order_.size()) >= limits_.states) throw Refused("it needs more than " + std::to_string(limits_.states) + " states");
-      if (order_.size() % 64 == 0 && Clock::now() > limits_.until) too_slow();
+      if (order_.size() % 64 == 0) limits_.check_time();
       order_.push_back(id);
       State made = explored(id);
       for (const Edge& edge : made.edges) {
@@ -380,7 +371,7 @@ class Compiler {
         if (e.bits & EDGE_CALL && !entries.count(e.target)) {
           std::vector<int> found = within(e.target);
           entries[e.target].states = std::move(found);
-          if (Clock::now() > limits_.until) too_slow();
+          limits_.check_time();
         }
     auto bytes_of = [&](int id) {
       Bytes set{};
@@ -500,9 +491,13 @@ std::vector<int> compiled(const int* program, int words, const char* texts, cons
   static const int tries[][2] = {{LARGE, 1}, {48, 32}, {INT_MAX, 1}};
   for (int i = 0;; ++i) {
     try {
-      std::vector<bool> open;
-      for (int round = 0; round < 16; ++round) {
-        Compiler compiler(program, words, texts, limits, tries[i][0], tries[i][1], open);
+      std::vector<bool> open, may_be_empty;
+      for (int round = 0; round < 32; ++round) {
+        Compiler compiler(program, words, texts, limits, tries[i][0], tries[i][1], open, may_be_empty);
+        if (!compiler.knew_what_may_be_empty()) {
+          may_be_empty = compiler.empty_after_all;
+          continue;
+        }
         open = compiler.to_open;
         std::vector<int> made = compiler.compile();
         if (open == compiler.to_open) return made;
@@ -610,7 +605,7 @@ void grammar_free(int* made) { std::free(made); }
 // Whether patterns, searched for as JSON schemas do, match a text (1 or 0); -1 if they cannot be read.
 int grammar_matches(const char* pattern, int length, const char* text, int text_length) {
   try {
-    Expressions x(INT_MAX, 1, MAX_NODES / 8);
+    Expressions x(INT_MAX, 1, Limits{0, 0, Clock::now() + std::chrono::milliseconds(100), 100});
     int now = Pattern(x, std::string(pattern, length)).read(true);
     for (int i = 0; i < text_length && now; ++i) now = x.derive(now, uint8_t(text[i]), false);
     return x[now].nullable;

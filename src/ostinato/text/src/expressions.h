@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
@@ -23,6 +24,23 @@ struct Refused : std::runtime_error {
 struct CountersClash : Refused {
   CountersClash() : Refused("its bounded repeats overlap and are too large to be written out") {}
 };
+
+using Clock = std::chrono::steady_clock;
+
+// What a compilation may take; a grammar that needs more is refused.
+struct Limits {
+  int states;
+  int words;
+  Clock::time_point until;
+  int milliseconds;
+
+  void check_time() const {
+    if (Clock::now() > until) throw Refused("it takes longer than " + std::to_string(milliseconds) + " ms to compile");
+  }
+};
+constexpr int MAX_NODES = 1 << 20;    // 40 bytes each
+constexpr int MAX_MEMORY = 1 << 21;   // derivatives that are remembered, 32 bytes each at most
+constexpr int MAX_RECURSION = 2000;   // some hundred bytes of the thread's stack each
 
 using Bytes = std::array<uint64_t, 4>;
 
@@ -62,7 +80,7 @@ struct Pair {
 
 class Expressions {
  public:
-  explicit Expressions(int large, int tail, int max_nodes) : large_(large), tail_(tail), max_nodes_(max_nodes) {
+  Expressions(int large, int tail, const Limits& limits) : large_(large), tail_(tail), limits_(limits) {
     table_.assign(1 << 12, -1);
     memo_.assign(1 << 12, {0, -1});
     make(NOTHING);
@@ -175,6 +193,7 @@ class Expressions {
 
   // What JSON writes between the quotes for the texts of an expression.
   int quoted(int id) {
+    Level level(deep_);
     auto found = quoted_.find(id);
     if (found != quoted_.end()) return found->second;
     Node n = nodes_[id];
@@ -225,9 +244,11 @@ class Expressions {
   // Procedures by number: `bodies[p]`; those that are `open[p]` are read in place, others are called.
   std::vector<int> bodies;
   std::vector<bool> open;
+  std::vector<bool> may_be_empty;  // known before the first call is made
 
   // What may follow `byte`; with `in_place` the bodies of all procedures are read in place of calls.
   int derive(int id, int byte, bool in_place, int deep = 0) {
+    Level level(deep_);
     const Node n = nodes_[id];
     switch (n.op) {
       case NOTHING:
@@ -284,6 +305,7 @@ class Expressions {
 
   // The same, if the byte belongs to a lexeme that has begun; else nothing.
   int derive_within(int id, int byte) {
+    Level level(deep_);
     const Node n = nodes_[id];
     if (!n.lexing) return 0;
     if (n.op == LEXEME) return lexeme(derive(n.a, byte, false), true);
@@ -298,6 +320,7 @@ class Expressions {
 
   // What may follow a call of procedure `p` (or a special token, with op TOKEN).
   int derive_symbol(int id, Op op, int p, int deep = 0) {
+    Level level(deep_);
     const Node n = nodes_[id];
     if (!n.symbols) return 0;
     switch (n.op) {
@@ -334,6 +357,7 @@ class Expressions {
     std::vector<Bytes> own;
   };
   void heads(int id, Heads& into, int deep = 0) {
+    Level level(deep_);
     const Node& n = nodes_[id];
     switch (n.op) {
       case SET: into.sets.push_back(&sets_[n.a]); break;
@@ -367,6 +391,7 @@ class Expressions {
 
   // The bytes that a text of the expression may begin with, or more.
   Bytes first_bytes(int id, int deep = 0) {
+    Level level(deep_);
     const Node n = nodes_[id];
     Bytes found{};
     switch (n.op) {
@@ -421,7 +446,22 @@ class Expressions {
   }
 
  private:
-  int large_, tail_, max_nodes_;
+  // One level of a recursion over expressions.
+  struct Level {
+    explicit Level(int& deep) : deep_(deep) {
+      if (++deep_ > MAX_RECURSION) {
+        deep_ = 0;
+        throw Refused("it is nested too deep");
+      }
+    }
+    ~Level() { deep_ -= deep_ > 0; }
+    int& deep_;
+  };
+
+  int large_, tail_;
+  Limits limits_;
+  int deep_ = 0;
+  size_t work_ = 0;  // since the time was last looked at
   std::vector<Node> nodes_;
   std::vector<int> pool_;
   std::vector<int> table_;
@@ -444,6 +484,7 @@ class Expressions {
     return nullptr;
   }
   void remember(uint64_t key, int value) {
+    if (memo_used_ > size_t(MAX_MEMORY)) throw Refused("it is too large to compile");
     if (++memo_used_ * 2 > memo_.size()) {
       std::vector<std::pair<uint64_t, int>> old(memo_.size() * 2, {0, -1});
       old.swap(memo_);
@@ -478,7 +519,8 @@ class Expressions {
     size_t mask = table_.size() - 1, at = hash_of(n, kids) & mask;
     for (; table_[at] >= 0; at = (at + 1) & mask)
       if (same(n, kids, nodes_[table_[at]])) return table_[at];
-    if (int(nodes_.size()) >= max_nodes_) throw Refused("it is too large to compile");
+    if (int(nodes_.size()) >= MAX_NODES) throw Refused("it is too large to compile");
+    if (nodes_.size() % 1024 == 0) limits_.check_time();
     if (kids) {
       n.a = int(pool_.size());
       pool_.insert(pool_.end(), kids, kids + b);
@@ -536,11 +578,18 @@ class Expressions {
         n.lexing = n.b;
         break;
       case CALL:
+        n.symbols = true;
+        n.nullable = n.a < int(may_be_empty.size()) && may_be_empty[n.a];
+        break;
       case TOKEN: n.symbols = true; break;
       default: break;
     }
   }
   int listed(Op op, std::vector<int> of) {
+    if ((work_ += of.size() + 1) > 100000) {
+      work_ = 0;
+      limits_.check_time();
+    }
     bool flat = true;
     for (int id : of) flat &= nodes_[id].op != op;
     if (!flat) {
@@ -625,6 +674,7 @@ class Expressions {
     return repeat(n.a, low, high, flags);
   }
   void marks(int id, int& kinds) {
+    Level level(deep_);
     const Node& n = nodes_[id];
     if (!n.counting) return;
     switch (n.op) {
@@ -646,6 +696,7 @@ class Expressions {
     }
   }
   void smallest(int id, int& least) {
+    Level level(deep_);
     const Node& n = nodes_[id];
     if (!n.counting) return;
     switch (n.op) {
@@ -669,6 +720,7 @@ class Expressions {
   }
   // The counting repeats without marks, their bounds lowered by `by`; a bound that comes to the tail counts no more.
   int shifted(int id, int by) {
+    Level level(deep_);
     const Node n = nodes_[id];
     if (!n.counting) return id;
     switch (n.op) {

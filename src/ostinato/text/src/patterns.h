@@ -133,6 +133,7 @@ class Pattern {
   std::vector<int> text_;
   size_t at_ = 0;
   bool dot_all_ = false;
+  bool any_case_ = false;
 
   int peek(size_t ahead = 0) const { return at_ + ahead < text_.size() ? text_[at_ + ahead] : -1; }
   int next() {
@@ -147,10 +148,11 @@ class Pattern {
 
   Tree alternation(int deep) {
     if (deep > 100) throw Refused("a pattern is nested too deep");
-    bool outer = dot_all_;
+    bool outer = dot_all_, outer_case = any_case_;
     std::vector<Tree> kids{concatenation(deep)};
     while (eat('|')) kids.push_back(concatenation(deep));
     dot_all_ = outer;
+    any_case_ = outer_case;
     if (kids.size() == 1) return std::move(kids[0]);
     Tree made;
     made.kind = ALTERNATION;
@@ -232,18 +234,18 @@ class Pattern {
       case '$': return of_kind(END);
       case '\\': {
         if (peek() == 'A' || peek() == 'z') return of_kind(next() == 'A' ? START : END);
-        return characters(escape());
+        return characters(in_any_case(escape()));
       }
       case '*':
       case '+':
       case '?':
       case '{': throw Refused("a pattern repeats nothing");
-      default: return characters({{c, c}});
+      default: return characters(in_any_case({{c, c}}));
     }
   }
   Tree group(int deep) {
     bool capture = true;
-    bool outer = dot_all_;
+    bool outer = dot_all_, outer_case = any_case_;
     if (eat('?')) {
       if (peek() == '<' || (peek() == 'P' && peek(1) == '<')) {
         if (next() == 'P') next();
@@ -259,6 +261,7 @@ class Pattern {
           int flag = next();
           if (flag == '-') on = false;
           else if (flag == 's') dot_all_ = on;
+          else if (flag == 'i') any_case_ = on;
           else if (flag != 'u') throw Refused("a pattern has flags or looks around");
         }
         if (next() == ')') return Tree();  // holds to the end of the group around it
@@ -266,6 +269,7 @@ class Pattern {
     }
     Tree inner = alternation(deep + 1);
     dot_all_ = outer;
+    any_case_ = outer_case;
     if (!eat(')')) throw Refused("a pattern has an open parenthesis");
     if (!capture) return inner;
     Tree made;
@@ -273,7 +277,21 @@ class Pattern {
     made.kids.push_back(std::move(inner));
     return made;
   }
-  static Spans digits() { return {{'0', '9'}}; }
+  // Letters of ASCII in both cases, with the two signs beyond it that Unicode takes for k and s.
+  Spans in_any_case(Spans spans) const {
+    if (!any_case_) return spans;
+    Spans made = spans;
+    for (Span s : spans) {
+      if (s.high > 127) throw Refused("a pattern that ignores case has a character beyond ASCII");
+      for (int c = s.low; c <= s.high; ++c) {
+        bool lower = c >= 'a' && c <= 'z', upper = c >= 'A' && c <= 'Z';
+        if (lower || upper) made.push_back({c ^ 32, c ^ 32});
+        if (c == 'k' || c == 'K') made.push_back({0x212a, 0x212a});
+        if (c == 's' || c == 'S') made.push_back({0x17f, 0x17f});
+      }
+    }
+    return normal(made);
+  }
   static Spans blanks() {
     return {{9, 13}, {' ', ' '}, {0x85, 0x85}, {0xa0, 0xa0}, {0x1680, 0x1680}, {0x2000, 0x200a},
             {0x2028, 0x2029}, {0x202f, 0x202f}, {0x205f, 0x205f}, {0x3000, 0x3000}};
@@ -357,6 +375,7 @@ class Pattern {
       now.insert(now.end(), item.begin(), item.end());
     }
     whole = combined(whole, op, now);
+    whole = in_any_case(normal(whole));
     return inverted ? inverse(whole) : normal(whole);
   }
   static Spans combined(const Spans& left, int op, const Spans& right) {
