@@ -21,6 +21,7 @@ from ostinato.errors import HardwareCannot
 ROOT = Path(__file__).parents[1]
 LEVELS = IN_WHEELS.get(architecture(), ())
 NATIVE = Path("ostinato") / "backends" / "native"
+TEXT = Path("ostinato") / "text"
 TAPE = Path("ostinato") / "backends" / "tape" / "src"
 SERVE = Path("ostinato") / "serve"
 # Opens a model and decodes with it; says where the object came from and what was generated.
@@ -149,6 +150,9 @@ def test_the_wheel_is_for_any_python_of_this_platform_and_carries_every_level(wh
         assert f"{NATIVE}/built/{level.name}.so" in names
         assert f"{NATIVE}/built/{level.name}.sum" in names
     assert f"{NATIVE}/src/cpu.cpp" in names
+    if LEVELS:
+        assert {f"{TEXT}/built/automaton.so", f"{TEXT}/built/automaton.sum"} <= names
+    assert {f"{TEXT}/src/automaton.cpp", f"{TEXT}/src/grammar_walk.h"} <= names
     sources = [path.name for path in (ROOT / "src" / TAPE).iterdir() if path.suffix in (".h", ".cu")]
     assert "tape.cu" in sources
     assert {f"{TAPE}/{name}" for name in sources} <= set(names)

@@ -31,6 +31,7 @@ class Vocabulary:
     tokens: list[bytes]
     special: list[int]
     ends: list[int]
+    closing: np.ndarray  # by token: whether it ends a part of a text, or is special
     trie: Trie
     theirs: LLTokenizer
 
@@ -66,7 +67,9 @@ def vocabulary(tokenizer: Tokenizer, special: int = 0) -> Vocabulary:
         table.special_token_ids.append(id)
     theirs = LLTokenizer(TokenizerWrapper(table), n_vocab=len(table.tokens), eos_token=ends)
     trie = Trie(table.tokens, table.special_token_ids)
-    return Vocabulary(table.tokens, table.special_token_ids, ends, trie, theirs)
+    closing = np.array([token[-1:] in (b'"', b"}", b"]", b",", b":") for token in table.tokens])
+    closing[table.special_token_ids] = True
+    return Vocabulary(table.tokens, table.special_token_ids, ends, closing, trie, theirs)
 
 
 def schema_rule(schema: Any) -> Rule:

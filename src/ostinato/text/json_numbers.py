@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import lru_cache
 
 from ostinato.errors import BadOption
 
@@ -65,7 +64,6 @@ def least_common_multiple(one: tuple[int, int], other: tuple[int, int]) -> tuple
     return lowest(math.lcm(a, b), max(one[1], other[1]))
 
 
-@lru_cache(1024)
 def number_pattern(number: NumberSchema) -> str | None:
     """The numbers within the bounds; None if there is none. `multipleOf` is left to the caller."""
     if _is_unsatisfiable(number):

@@ -62,7 +62,8 @@ def _tokens(text: str) -> list[_Token]:
         kind = match.lastgroup if match else None
         if match is None or kind is None:
             raise BadOption(f"the grammar has {text[at : at + 20]!r}, which is not supported")
-        at, value = match.end(), match[0]
+        at = match.end()
+        value: Any = match[0]
         if kind == "blank":
             continue
         if kind == "line":
