@@ -117,6 +117,7 @@ def part_of(data: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return data if soaking() else data[::10]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", REAL)
 def test_masks_over_real_schemas_are_those_of_the_oracle(
     schema_data: list[dict[str, Any]], vocab_data: Path, name: str
@@ -126,6 +127,7 @@ def test_masks_over_real_schemas_are_those_of_the_oracle(
         compare(words, schema_rule(schema), rng, steps=100 if soaking() else 25)
 
 
+@pytest.mark.soak
 def test_instances_of_real_schemas_are_judged_as_the_oracle_judges_them(
     schema_data: list[dict[str, Any]], vocab_data: Path
 ) -> None:
@@ -139,6 +141,7 @@ def test_instances_of_real_schemas_are_judged_as_the_oracle_judges_them(
             assert accepts(made, text) == expected, (entry["name"], text[:200])
 
 
+@pytest.mark.soak
 def test_nearly_all_real_schemas_compile_and_soon(schema_data: list[dict[str, Any]], vocab_data: Path) -> None:
     """Of all that the oracle takes at least 90 of 100 compile, of function calls 97; nothing that it refuses does."""
     words, made, calls, seconds = real(vocab_data, "gpt-2"), [], [], []
@@ -227,6 +230,7 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("number", range(0, len(SAMPLE), 1 if soaking() else 5))
 def test_masks_of_patterns_grammars_calls_and_reasoning_are_those_of_the_oracle(vocab_data: Path, number: int) -> None:
     words, rng = real(vocab_data, REAL[number % 2], special=16), random.Random(number)
@@ -248,12 +252,14 @@ def agrees(schema: Any, seed: int) -> None:
     compare(tiny(), rule, random.Random(seed), steps=60)
 
 
+@pytest.mark.soak
 @settings(max_examples=soak(1500, part=12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=schemas(), seed=st.integers(0, 2**32))
 def test_masks_of_random_schemas_are_those_of_the_oracle(schema: dict[str, Any], seed: int) -> None:
     agrees(schema, seed)
 
 
+@pytest.mark.soak
 @settings(max_examples=soak(1500, part=12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=wild_schemas(), seed=st.integers(0, 2**32))
 def test_masks_of_wild_schemas_are_those_of_the_oracle(schema: dict[str, Any], seed: int) -> None:
@@ -264,6 +270,7 @@ def test_masks_of_wild_schemas_are_those_of_the_oracle(schema: dict[str, Any], s
     agrees(whole, seed)
 
 
+@pytest.mark.soak
 @settings(max_examples=soak(2000, part=12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     bounds=st.dictionaries(
@@ -288,6 +295,7 @@ def test_zero_with_a_sign_is_not_zero_without() -> None:
         agrees(schema, 0)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("format", FORMATS)
 def test_masks_of_formats_are_those_of_the_oracle(format: str) -> None:
     assert set(PATTERNS) == set(FORMATS)
