@@ -198,7 +198,8 @@ def test_a_full_disk_under_the_log_ends_neither_the_supervisor_nor_its_next_work
                 assert time.monotonic() < end, health
                 time.sleep(0.05)
             # The next worker has the full standard error from its start, and answers.
-            assert httpx2.post(url + CHAT, json={"messages": HELLO, "max_tokens": 2}).status_code == 200
+            few = {"messages": HELLO, "max_tokens": 2}
+            assert httpx2.post(url + CHAT, json=few, timeout=DEADLINE_S).status_code == 200
             running.terminate()
             assert running.wait(DEADLINE_S) == 0
         finally:
@@ -234,8 +235,9 @@ def test_a_killed_worker_and_a_killed_front_are_replaced(tiny: Path) -> None:
         os.kill(front, signal.SIGKILL)
         running.until("the front ended: ")
         # The model stays in memory, and the next front knows it.
-        assert httpx2.post(running.url + CHAT, json={"messages": HELLO, "max_tokens": 2}).status_code == 200
-        assert httpx2.get(running.url + "/health").json()["restarts"] == {"crash": 2}
+        few = {"messages": HELLO, "max_tokens": 2}
+        assert httpx2.post(running.url + CHAT, json=few, timeout=DEADLINE_S).status_code == 200
+        assert httpx2.get(running.url + "/health", timeout=DEADLINE_S).json()["restarts"] == {"crash": 2}
         assert worker_of(running) == worker
 
 
