@@ -15,6 +15,7 @@ import torch
 from ostinato import Sampling, Timings
 from tests.cli import tiny_model
 from tests.serve.running import Running, serving
+from tests.text.test_tools import HARMONY
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 FEW: Any = {"model": "tiny", "max_tokens": 12, "seed": 3}
@@ -358,3 +359,25 @@ def events_of(text: str) -> list[dict[str, Any]]:
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
+
+
+def test_a_model_of_channels_calls_and_answers_by_a_schema_streamed_or_not(tmp_path: Path) -> None:
+    """The header of a message is neither content nor reasoning, and what is forced stands in the right one."""
+
+    def change(metadata: dict[str, Any]) -> None:
+        metadata["tokenizer.chat_template"].value = HARMONY
+
+    model = tiny_model.write(tmp_path / "tiny.gguf", context=1024, change=change)
+    schema = {"type": "json_schema", "json_schema": {"name": "yes", "schema": {"type": "boolean"}}}
+    with serving(model, llm={"context": 1024, "slots": 1}) as server, server.openai() as client:
+        words: Any = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", **FEW, "max_tokens": 400}
+        called = client.chat.completions.create(**words).choices[0]
+        assert called.finish_reason == "tool_calls"
+        assert called.message.content is None
+        calls: Any = called.message.tool_calls
+        assert [call.function.name for call in calls] == ["look"]
+        with client.chat.completions.stream(**words) as stream:
+            streamed: Any = stream.get_final_completion().choices[0].message.tool_calls
+        assert [one.function.arguments for one in streamed] == [calls[0].function.arguments]
+        said = client.chat.completions.create(messages=HELLO, response_format=schema, **{**FEW, "max_tokens": 400})  # type: ignore[call-overload]
+        assert said.choices[0].message.content in ("true", "false")
