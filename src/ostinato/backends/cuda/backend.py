@@ -222,7 +222,7 @@ def why_not_blocks(shape: Shape) -> str | None:
         return f"{shape.family} has routed experts, and torch must ask the device which of them are chosen"
     for one in shape.attention.values():
         if one.latent is not None:
-            return "multi-head latent attention"
+            return "there are no kernels of multi-head latent attention"
         if one.sinks and not fused:
             return "attention sinks beside recurrent layers that have no kernels"
         if one.head_width % 16:
