@@ -212,7 +212,7 @@ def bits_of(
 @pytest.mark.parametrize(
     ("family", "kv_type"),
     [(family, kv_type) for family in ("llama", "gemma2", "mixtral", "gpt2", "deepseek2") for kv_type in ("f32", "q8_0")]
-    + [("mamba", "f32"), ("mamba2", "f32"), ("falcon-h1", "f32")],
+    + [(family, "f32") for family in ("mamba", "mamba2", "falcon-h1", "lfm2", "qwen35-tiled")],
 )
 def test_bits_do_not_depend_on_threads_neighbours_or_cuts(family: str, kv_type: KVType) -> None:
     model = tiled(family_model(family))
@@ -228,7 +228,7 @@ def test_bits_do_not_depend_on_threads_neighbours_or_cuts(family: str, kv_type: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2", "mamba", "mamba2", "deepseek2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2", "mamba", "mamba2", "qwen35", "deepseek2"])
 @pytest.mark.parametrize("level", [level.name for level in levels_of(architecture())[1:3]])
 def test_bits_do_not_depend_on_the_level_of_the_cpu(family: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiled(family_model(family))
