@@ -16,6 +16,8 @@ from ostinato.models.gpt_oss import GPT_OSS
 from ostinato.models.gptneox import GPTNEOX
 from ostinato.models.granite import GRANITE, multiplied
 from ostinato.models.hunyuan import HUNYUAN_DENSE
+from ostinato.models.laguna import LAGUNA
+from ostinato.models.laguna import gated as one_gate
 from ostinato.models.lfm2 import LFM2
 from ostinato.models.llama import LLAMA
 from ostinato.models.mamba import MAMBA, MAMBA2, without_attention
@@ -50,7 +52,7 @@ from tests.random_model import RandomWeights
 FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen3moe", "mixtral", "gemma2", "gemma3", "phi3", "phi3-long", "gpt2", "smollm3",
     "granite", "qwen2moe", "latent experts", "olmo2", "hunyuan-dense", "gptneox", "cohere2", "mistral3", "uneven",
-    "gpt-oss", "muse-glimmer",
+    "gpt-oss", "laguna", "muse-glimmer",
 )  # fmt: skip
 RECURRENT = (
     "mamba", "falcon-mamba", "mamba2", "mamba2-limits", "falcon-h1", "falcon-h1-norm", "lfm2", "qwen35", "qwen35-tiled",
@@ -116,6 +118,7 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None, dtype: to
         "qwen2moe": (QWEN2_MOE, replace(plain, experts=replace(experts, shared_width=72, shared_gate=True))),
         "latent experts": (QWEN2_MOE, replace(plain, family="qwen2moe", activation="relu2", experts=latent)),
         "gpt-oss": (GPT_OSS, oss),
+        "laguna": (LAGUNA, one_gate(replace(windowed, experts=replace(experts, shared_width=72)), one_gate=True)),
         "mixtral": (MIXTRAL, replace(plain, experts=experts)),
         "gemma2": (GEMMA2, replace(gemma.with_attention(softcap=20.0), logit_softcap=15.0)),
         "gemma3": (GEMMA3, two_ropes(gemma, rope, 5_000.0)),

@@ -165,6 +165,16 @@ def _gpt_oss(architecture: str | None, *, truncate: bool, **config: Any) -> Tiny
     return _made("GptOssForCausalLM", architecture, **{**sizes, "rope_parameters": rope, **config})
 
 
+def _laguna(architecture: str | None, **config: Any) -> TinyModel:
+    whole = {**_yarn(), "partial_rotary_factor": 0.5}
+    rope = {"full_attention": whole, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    kinds = ["full_attention", *["sliding_attention"] * 3]
+    sizes = {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": WINDOW, "layer_types": kinds}
+    sizes |= {"num_attention_heads_per_layer": [4, 6, 6, 6], "shared_expert_intermediate_size": 40, "gating": True}
+    more = {"moe_routed_scaling_factor": 1.7, "rope_parameters": rope}
+    return _made("LagunaForCausalLM", architecture, **{**_EXPERTS, **sizes, **more, **config})
+
+
 def _granite_moe(kind: str, **config: Any) -> TinyModel:
     sizes = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40}
     return _made(kind, "granitemoe", **{**_GRANITE, **sizes, **config})
@@ -423,6 +433,7 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         "gpt-oss": _gpt_oss("gpt-oss", truncate=True),
         "gpt-oss-mxfp4": replace(_gpt_oss("gpt-oss", truncate=True), storage="MXFP4"),
         "gpt-oss-untruncated": _gpt_oss(None, truncate=False),
+        "laguna": _laguna("laguna"),
         "ernie4-5-moe": _ernie4_5_moe(),
         "granite-moe": _granite_moe("GraniteMoeSharedForCausalLM", shared_intermediate_size=56),
         "qwen3-moe-unnormed": _qwen3_moe(None, norm_topk_prob=False),

@@ -36,8 +36,8 @@ def write(
     vocabulary: Callable[[Any], None] | None = None,
 ) -> None:
     """One GGUF file at `path`, or `parts` of them named after it; `change` may spoil the metadata before."""
-    # The package lacks the name: gemma3's tensors are called alike.
-    known = {"muse-glimmer": "gemma3"}.get(architecture, architecture)
+    # The package lacks these names; the tensors of others are called alike.
+    known = {"muse-glimmer": "gemma3", "laguna": "dots1"}.get(architecture, architecture)
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == known)
     converted = list(_converted(architecture, config, tensors))
     per_part = math.ceil(len(converted) / parts) if parts > 1 else 0
@@ -146,6 +146,8 @@ def _add_experts(writer: Any, architecture: str, config: Config) -> None:
         writer.add_expert_feed_forward_length(width)
     if architecture == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if architecture == "laguna":
+        _add_laguna(writer, config)
     if architecture == "gpt-oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
         writer.add_sliding_window(config["sliding_window"])
@@ -232,6 +234,21 @@ def _expanding(name: str, value: Tensor, config: Config) -> Iterator[tuple[str, 
     keys, values = torch.split(heads, [config["qk_nope_head_dim"], config["v_head_dim"]], 1)
     yield name.replace("kv_b_proj", "k_b_proj"), keys.transpose(1, 2).contiguous()
     yield name.replace("kv_b_proj", "v_b_proj"), values.contiguous()
+
+
+def _add_laguna(writer: Any, config: Config) -> None:
+    whole, local = (config["rope_parameters"][kind] for kind in ("full_attention", "sliding_attention"))
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_head_count(config["num_attention_heads_per_layer"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    writer.add_expert_weights_norm(True)
+    writer.add_expert_weights_scale(config["moe_routed_scaling_factor"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].index("sparse"))
+    writer.add_rope_dimension_count(int(config["head_dim"] * whole["partial_rotary_factor"]))
+    writer.add_rope_dimension_count_swa(int(config["head_dim"] * local.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_freq_base_swa(local["rope_theta"])
 
 
 def _add_sizes(writer: Any, config: Config) -> None:
@@ -460,6 +477,8 @@ def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor])
             architecture == "muse-glimmer" and name.endswith("layernorm.weight")
         ):
             value = value + 1
+        elif architecture == "laguna" and re.search(r"g_proj|shared_experts?\.|e_score_correction_bias", name):
+            name = _laguna_name(name)
         elif architecture == "muse-glimmer" and name.endswith("gate_proj.weight") and "self_attn" in name:
             # The factor of queries becomes the weights of their norm.
             at, width = f"blk.{name.split('.')[2]}", config["head_dim"]
@@ -650,6 +669,16 @@ def _gpt_oss_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tenso
             parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]} if "gate_up" in name else {"down": rows}
             for part, own in parts.items():
                 yield f"blk.{layer}.ffn_{part}_exps.{leaf}", own.contiguous()
+
+
+def _laguna_name(name: str) -> str:
+    """The gate of attention, the shared block and the bias of the choice as GGUF has them."""
+    layer = name.split(".layers.")[1].split(".")[0]
+    if "g_proj" in name:
+        return f"blk.{layer}.attn_gate.weight"
+    if name.endswith("e_score_correction_bias"):
+        return f"blk.{layer}.exp_probs_b.bias"
+    return f"blk.{layer}.ffn_{name.split('.')[-2].removesuffix('_proj')}_shexp.weight"
 
 
 def _part_name(name: str, part: str) -> str:

@@ -53,8 +53,8 @@ class Linear(Block):
 class Attention(Block):
     """q, k and v in one product; QK norm and rotary positions where the shape has them; output projection.
 
-    With `AttentionShape.gated` the product gives a gate behind each query head; its sigmoid multiplies the head's
-    output."""
+    With `AttentionShape.gated` the product gives a gate behind each query head, or all behind all of them; its sigmoid
+    or softplus multiplies the head's output."""
 
     layer: int
     shape: AttentionShape

@@ -161,7 +161,8 @@ class Builder:
         else:
             names = ["attn_q", "attn_k", "attn_v"]
             if own.gates_apart:
-                names, into = ["attn_q", "attn_gate", *names[1:]], (into[0] // 2, into[0] // 2, *into[1:])
+                names = ["attn_q", "attn_gate", *names[1:]]
+                into = (own.queries_width, into[0] - own.queries_width, *into[1:])
             qkv = self.linear([at + name for name in names], into, s.hidden, bias=bias)
         out_bias = bias if out_bias is None else out_bias
         out_scale = self.scale([s.hidden], [s.multipliers.attention_out])

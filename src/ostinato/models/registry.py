@@ -29,6 +29,7 @@ from ostinato.models.gptneox import GPTNEOX
 from ostinato.models.granite import GRANITE, GRANITE_MOE
 from ostinato.models.granite_hybrid import GRANITE_HYBRID
 from ostinato.models.hunyuan import HUNYUAN_DENSE
+from ostinato.models.laguna import LAGUNA
 from ostinato.models.lfm2 import LFM2, LFM2_MOE
 from ostinato.models.llama import LLAMA
 from ostinato.models.mamba import MAMBA, MAMBA2
@@ -60,6 +61,7 @@ FAMILIES: Final = (
     HUNYUAN_DENSE, ARCEE, STARCODER2, STABLELM, PHI2, GPTNEOX, COMMAND_R, COHERE2, QWEN3_VL_MOE, GLM4_MOE,
     ERNIE4_5_MOE, GRANITE_MOE, OLMOE, MISTRAL3, GPT_OSS, LFM2, QWEN35, NEMOTRON_H, GRANITE_HYBRID, LFM2_MOE,
     QWEN35_MOE, QWEN3_NEXT, NEMOTRON_H_MOE, DEEPSEEK2, MUSE_GLIMMER,
+    LAGUNA,
 )  # fmt: skip
 
 BY_GGUF: Final[Mapping[str, Family]] = MappingProxyType({f.name: f for f in FAMILIES if f.in_gguf})

@@ -197,8 +197,10 @@ class AttentionShape:
     softcap: float | None = None
     qk_norm: QKNorm = "heads"  # where there are such norms
     temperature: QueryTemperature | None = None
-    gated: bool = False  # queries are twice as wide: a query and a gate on the output for each head
+    gated: bool = False  # beside each query head there is a gate on its output, as wide as the head unless said
     gates_apart: bool = False  # the gates of all heads stand behind all queries, else each behind its own
+    one_gate: bool = False  # of gates apart: a head has one number for all of its output
+    gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
     sinks: bool = False  # each head has one more score in its softmax, a number of its own that stands for no value
     latent: LatentShape | None = None  # with it the last `value_width` numbers of a key are its value
 
@@ -210,8 +212,18 @@ class AttentionShape:
     @property
     def qkv_widths(self) -> tuple[int, int, int]:
         """Of all heads of a row: queries with their gates, keys, values."""
-        queries = self.n_heads * self.head_width
-        return queries * (1 + self.gated), self.n_kv_heads * self.head_width, self.n_kv_heads * self.own_value_width
+        queries = self.n_heads * (self.head_width + self.gate_width)
+        return queries, self.n_kv_heads * self.head_width, self.n_kv_heads * self.own_value_width
+
+    @property
+    def queries_width(self) -> int:
+        """Of all query heads of a row, without their gates."""
+        return self.n_heads * self.head_width
+
+    @property
+    def gate_width(self) -> int:
+        """Of a head's gate; 0 where there is none."""
+        return 0 if not self.gated else 1 if self.one_gate else self.head_width
 
     @property
     def own_value_width(self) -> int:

@@ -517,6 +517,8 @@ def heads_of(model: Model, attention: Attention) -> Heads:
         k_norm=None if k_norm is None else k_norm.weight,
         norm_eps=model.shape.norm_eps if q_norm is None else q_norm.eps,
         gated=s.gated,
+        one_gate=s.one_gate,
+        gate_activation=s.gate_activation,
         gates_apart=s.gates_apart,
         norm_last=s.qk_norm == "after_rope",
         temperature=None if s.temperature is None else (s.temperature.scale, s.temperature.span),

@@ -56,6 +56,7 @@ _MIXERS: Final = (
 )  # in the order of the enumeration in `src/loop.h`
 _QK_NORMS: Final[tuple[QKNorm, ...]] = ("heads", "rows", "after_rope")
 _ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3, "clamped_swiglu": 4}
+_GATE_ACTIVATIONS: Final = {"sigmoid": 5, "softplus": 6}
 
 
 # --- the structs of `src/`: attention.h, layout.h, loop.h ---
@@ -113,7 +114,7 @@ class _Layer(Structure):
         ("cache", _Cache),
         *((name, c_int) for name in ("window", "rope", "ff_width", "group", "gated")),
         *((name, c_int) for name in ("qk_norm", "parallel", "n_heads", "n_kv_heads", "head_width")),
-        *((name, c_int) for name in ("value_width", "gates", "temperature_span")),
+        *((name, c_int) for name in ("value_width", "gates", "gate_width", "gate_activation", "temperature_span")),
         *((name, c_float) for name in ("query_scale", "softcap", "temperature", "attention_scale")),
     )
 
@@ -356,7 +357,8 @@ class NativeStep:
         out.window, out.rope = s.window or 0, -1 if s.rope is None else ropes.index(s.rope)
         out.n_heads, out.n_kv_heads = s.n_heads, s.n_kv_heads
         out.head_width, out.value_width = s.head_width, s.value_width
-        out.gates = s.gated + s.gates_apart
+        out.gates, out.gate_width = s.gated + s.gates_apart, s.gate_width
+        out.gate_activation = _GATE_ACTIVATIONS[s.gate_activation]
         out.query_scale, out.softcap = s.query_scale, s.softcap or 0.0
         out.qk_norm, out.sinks = _QK_NORMS.index(s.qk_norm), self._table(attention.sinks)
         if s.temperature is not None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from ostinato.backends.torch.ops.attend import opened
 from ostinato.backends.torch.table import Ops
 from ostinato.backends.torch.weight import dtype_of
 from ostinato.models.blocks import (
@@ -74,10 +75,10 @@ def normed(ops: Ops, norm: Norm | None, x: Tensor) -> Tensor:
 
 
 def _queries_and_gates(s: AttentionShape, q: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Rows of queries and gates [rows, width] to [rows, heads, head width] of each."""
+    """Rows of queries and gates [rows, width] to [rows, heads, head width] and [rows, heads, gate width]."""
     if s.gates_apart:
-        both = q.view(len(q), 2, s.n_heads, s.head_width)
-        return both[:, 0], both[:, 1]
+        queries, gates = q[:, : s.queries_width], q[:, s.queries_width :]
+        return queries.view(len(q), s.n_heads, -1), gates.view(len(q), s.n_heads, -1)
     q = q.view(len(q), s.n_heads, -1)
     return (q[..., : s.head_width], q[..., s.head_width :]) if s.gated else (q, None)
 
@@ -181,7 +182,7 @@ class Forward:
             (factor,) = self.angles[s.temperature]
             q = q * factor.to(q.dtype)
         seen = self.memory.attend(block, q, k, v)
-        seen = seen if gate is None else seen * torch.sigmoid(gate)
+        seen = seen if gate is None else seen * opened(gate, s.gate_activation)
         return through_linear(ops, block.out, seen.flatten(1))
 
     def latent_attention(self, block: LatentAttention, x: Tensor) -> Tensor:

@@ -234,6 +234,19 @@ def test_what_heads_have_seen_is_gated_for_live_rows(dtype: torch.dtype) -> None
     )
 
 
+@pytest.mark.parametrize("one_gate", [True, False], ids=["one for a head", "one for each number"])
+def test_softplus_gates_apart_from_queries_open_as_the_twins_do(one_gate: bool) -> None:
+    heads = Heads(6, 2, 80, 1.0, gated=True, gates_apart=True, one_gate=one_gate, gate_activation="softplus")
+    qkv, attended = 30 * noise(5, heads.n_columns), noise(5, 480)
+    case: dict[str, Any] = {"qkv": qkv, "attended": attended, "heads": heads, "n_rows": torch.tensor([3], dtype=torch.int32)}
+    both(bind_gate_heads, gate_heads_torch, case, ["attended"])
+    seen = attended.clone()
+    bind_gate_heads(**case)()
+    gate = qkv[1, 480 + 1] if one_gate else qkv[1, 480 + 80 : 480 + 160]  # of the second head
+    expected = seen[1, 80:160] * torch.nn.functional.softplus(gate)
+    torch.testing.assert_close(attended[1, 80:160], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_memory_that_does_not_fit_is_refused_by_name() -> None:
     case = ssd_case(RUNS[0])
     with pytest.raises(BadPointer, match="state"):

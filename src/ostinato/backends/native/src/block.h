@@ -12,7 +12,7 @@
 
 namespace block {
 
-enum Activation { SILU, GELU, GELU_TANH, RELU2, CLAMPED_SWIGLU, SIGMOID };  // the last only of gates
+enum Activation { SILU, GELU, GELU_TANH, RELU2, CLAMPED_SWIGLU, SIGMOID, SOFTPLUS };  // the last two of gates alone
 constexpr float SWIGLU_ALPHA = 1.702f, SWIGLU_LIMIT = 7.0f;
 
 // y = x / sqrt(mean(x^2) + eps) * weight; in place where y is x.
@@ -125,6 +125,7 @@ static inline Lanes activated(Lanes x, int activation) {
         return mul(bounded, sigmoid(mul(lanes(SWIGLU_ALPHA), bounded)));
     }
     if (activation == SIGMOID) return sigmoid(x);
+    if (activation == SOFTPLUS) return softplus(x);
     return activation == SILU ? silu(x) : activation == GELU ? gelu_erf(x) : gelu_tanh(x);
 }
 

@@ -99,6 +99,7 @@ struct Layer {
     int parallel;  // the MLP takes in what attention did, before the residual gains
     int n_heads, n_kv_heads, head_width, value_width;
     int gates;  // of `Gates`
+    int gate_width, gate_activation;  // of a head: as wide as the head, or 1
     int temperature_span;        // positions after which queries grow; 0: never
     float query_scale, softcap;  // 0: no cap
     float temperature;
@@ -109,7 +110,8 @@ struct Layer {
     int queries() const { return n_heads / n_kv_heads; }  // that share a key head
     int attended_width() const { return n_heads * value_width; }
     int query_step() const { return gates == BEHIND_QUERY ? 2 * head_width : head_width; }
-    int keys_at() const { return n_heads * head_width * (gates ? 2 : 1); }
+    int keys_at() const { return n_heads * (head_width + gate_width); }
+    int gate_step() const { return gates == BEHIND_QUERY ? 2 * head_width : gate_width; }
     int gates_at() const { return gates == BEHIND_QUERY ? head_width : attended_width(); }
     int qkv_width() const { return keys_at() + (latent ? 1 : 2) * n_kv_heads * head_width; }
 };
@@ -850,9 +852,17 @@ struct ForwardPass {
         float* to = normed_row(m, row);
         const float* gate = qkv + size_t(row) * qkv_stride + layer.gates_at();
         if (to != seen) memcpy(to, seen, layer.attended_width() * sizeof(float));
-        for (int head = 0; head < layer.n_heads; head++)
-            block::gate_by(to + size_t(head) * layer.head_width, gate + size_t(head) * layer.query_step(),
-                           layer.head_width, block::SIGMOID);
+        for (int head = 0; head < layer.n_heads; head++) {
+            float* of = to + size_t(head) * layer.head_width;
+            const float* by = gate + size_t(head) * layer.gate_step();
+            if (layer.gate_width > 1) {
+                block::gate_by(of, by, layer.head_width, layer.gate_activation);
+                continue;
+            }
+            float one = *by;
+            block::activate(&one, 1, layer.gate_activation);
+            block::scale_by(of, one, layer.head_width);
+        }
         return to;
     }
 

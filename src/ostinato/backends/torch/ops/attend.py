@@ -9,7 +9,7 @@ by reading K and V.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from ostinato.backends.torch.ops.rope import query_factor, rope_torch
 from ostinato.errors import BadOption
 from ostinato.loop.layout import Arena
 from ostinato.models.rope import Pairing
+
+GateActivation: TypeAlias = Literal["sigmoid", "softplus"]
 
 # What q and K, and the weights and V, are multiplied in, by the type of the store. Sums are float32 always.
 PRODUCT: Final = {
@@ -50,6 +52,8 @@ class Heads:
     temperature: tuple[float, int] | None = None  # scale and span of `QueryTemperature`
     gated: bool = False  # behind each query stands a gate, of what its head will have seen (`gate_heads_torch`)
     gates_apart: bool = False  # or all of them behind all queries
+    one_gate: bool = False  # of gates apart: a head has one number for all of its output
+    gate_activation: GateActivation = "sigmoid"
     sinks: Tensor | None = None  # float32 [n_heads]: of each head, one more score in its softmax, of no position
 
     def __post_init__(self) -> None:
@@ -71,7 +75,12 @@ class Heads:
     @property
     def keys_at(self) -> int:
         """The column of the first key, behind queries and gates."""
-        return self.n_heads * self.head_width * (1 + self.gated)
+        return self.n_heads * (self.head_width + self.gate_width)
+
+    @property
+    def gate_width(self) -> int:
+        """Of a head's gate; 0 where there is none."""
+        return 0 if not self.gated else 1 if self.one_gate else self.head_width
 
     @property
     def query_step(self) -> int:
@@ -80,8 +89,13 @@ class Heads:
 
     @property
     def gates_at(self) -> int:
-        """The column of the first gate; the others are as far apart as queries are."""
+        """The column of the first gate."""
         return self.n_heads * self.head_width if self.gates_apart else self.head_width
+
+    @property
+    def gate_step(self) -> int:
+        """From one gate to the next."""
+        return self.gate_width if self.gates_apart else self.query_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +199,16 @@ def rotate_qk_torch(
 
 
 def gate_heads_torch(qkv: Tensor, attended: Tensor, heads: Heads, n_rows: Tensor) -> None:
-    """attended [rows, heads * width] by the sigmoid of the gates in qkv [rows, n_columns], in place, for live rows."""
-    n, step = int(n_rows), heads.query_step
-    gates = qkv[:n, heads.gates_at :].unfold(1, heads.head_width, step)[:, : heads.n_heads]
-    attended[:n] = (attended[:n].float() * torch.sigmoid(gates.float()).flatten(1)).to(attended.dtype)
+    """attended [rows, heads * width] by the gates in qkv [rows, n_columns], in place, for live rows."""
+    n = int(n_rows)
+    gates = qkv[:n, heads.gates_at :].unfold(1, heads.gate_width, heads.gate_step)[:, : heads.n_heads]
+    seen = attended[:n].float().view(n, heads.n_heads, -1)
+    attended[:n] = (seen * opened(gates.float(), heads.gate_activation)).flatten(1).to(attended.dtype)
+
+
+def opened(gates: Tensor, activation: GateActivation) -> Tensor:
+    """By how much gates let through what stands behind them."""
+    return torch.sigmoid(gates) if activation == "sigmoid" else torch.nn.functional.softplus(gates)
 
 
 def _normed(q: Tensor, k: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:

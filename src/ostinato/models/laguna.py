@@ -1,0 +1,85 @@
+"""laguna: QK norm, a softplus gate on the output of attention for each head, and experts chosen by sigmoids beside a
+shared block. Layers that see everything and layers that see a window differ in heads and rotary positions.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+from ostinato.errors import BadFile, Unsupported
+from ostinato.models import rope as ropes
+from ostinato.models.builder import Builder
+from ostinato.models.experts import EXPERT_NAMES, count_from_config, experts_from_gguf, shared_names
+from ostinato.models.family import COMMON_NAMES, Family
+from ostinato.models.fields import Description
+from ostinato.models.rope import Rope
+from ostinato.models.shape import ExpertShape, Shape, by_window, common_from_config, common_from_gguf, layer_types
+
+FULL_EVERY = 4  # the first of so many layers sees everything, where a file has no list
+MLP_TYPES = ("dense", "sparse")
+
+
+def shape_from_gguf(f: Description) -> Shape:
+    shape = common_from_gguf(f)
+    known = {"choice_bias": True} if f.has("expert_gating_func") else {"choice_bias": True, "scoring": "sigmoid"}
+    shape = replace(shape, experts=experts_from_gguf(f, shape.n_layers, **known))
+    window = f.integer("attention.sliding_window", 0, least=0)
+    if window:
+        width = shape.widest(lambda one: one.head_width)
+        (whole,) = shape.rope_kinds
+        base = f.positive("rope.freq_base_swa", whole.base)
+        local = Rope(base, f.integer("rope.dimension_count_swa", width), "halves")
+        stated = f.raw("attention.sliding_window_pattern")
+        listed = stated is not None and not isinstance(stated, int)
+        every = FULL_EVERY if stated is None or listed else f.integer("attention.sliding_window_pattern")
+        sliding = [bool(stated[i]) if listed else bool(i % every) for i in range(shape.n_layers)]
+        shape = by_window(shape, sliding, window, local=local, whole=whole)
+    return gated(shape, one_gate=f.tensors["blk.0.attn_gate.weight"].shape[0] == shape.attention[0].n_heads)
+
+
+def shape_from_config(c: Description) -> Shape:
+    if c.number("moe_router_logit_softcapping", 0.0) or c.flag("moe_apply_router_weight_on_input", False):
+        raise Unsupported(f"{c.path}: a cap on router scores and weights on experts' inputs are not supported")
+    shape = common_from_config(c)
+    n, width = shape.n_layers, c.integer("head_dim")
+    sliding = [kind == "sliding_attention" for kind in layer_types(c, n)] if c.has("layer_types") else [False] * n
+    whole, local = (ropes.from_config(c, width, kind=kind) for kind in ("full_attention", "sliding_attention"))
+    shape = by_window(shape, sliding, c.integer("sliding_window", 512), local=local, whole=whole)
+    if c.has("num_attention_heads_per_layer"):
+        shape = shape.with_attention(n_heads=c.per_layer("num_attention_heads_per_layer", n))
+    kinds = c.raw("mlp_layer_types") or ["dense", *["sparse"] * (n - 1)]
+    if not isinstance(kinds, list) or len(kinds) != n or any(kind not in MLP_TYPES for kind in kinds):
+        raise BadFile(f"{c.path}: mlp_layer_types must list {n} of {MLP_TYPES[0]!r} and {MLP_TYPES[1]!r}")
+    experts = ExpertShape(
+        count_from_config(c),
+        c.integer("num_experts_per_tok"),
+        c.integer("moe_intermediate_size"),
+        renormalise=True,
+        dense_layers=frozenset(i for i, kind in enumerate(kinds) if kind == "dense"),
+        scoring="sigmoid",
+        choice_bias=True,
+        share_scale=c.positive("moe_routed_scaling_factor", 1.0),
+        shared_width=c.integer("shared_expert_intermediate_size", 0, least=0),
+    )
+    return gated(replace(shape, experts=experts), one_gate=c.raw("gating") in (None, True, "per-head"))
+
+
+def gated(shape: Shape, *, one_gate: bool) -> Shape:
+    return shape.with_attention(gated=True, gates_apart=True, one_gate=one_gate, gate_activation="softplus")
+
+
+LAGUNA = Family(
+    "laguna",
+    partial(Builder.layer, qk_norm=True),
+    hf=("LagunaForCausalLM",),
+    shape_from_gguf=shape_from_gguf,
+    shape_from_config=shape_from_config,
+    names={
+        **COMMON_NAMES,
+        **EXPERT_NAMES,
+        **shared_names("shared_experts"),
+        **shared_names("shared_expert"),
+        "model.layers.*.self_attn.g_proj": "blk.*.attn_gate",
+        "model.layers.*.mlp.gate.e_score_correction_bias": "blk.*.exp_probs_b.bias",
+        "model.layers.*.mlp.experts.e_score_correction_bias": "blk.*.exp_probs_b.bias",
+    },
+)
