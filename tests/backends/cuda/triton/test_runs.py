@@ -238,7 +238,12 @@ def test_what_heads_have_seen_is_gated_for_live_rows(dtype: torch.dtype) -> None
 def test_softplus_gates_apart_from_queries_open_as_the_twins_do(one_gate: bool) -> None:
     heads = Heads(6, 2, 80, 1.0, gated=True, gates_apart=True, one_gate=one_gate, gate_activation="softplus")
     qkv, attended = 30 * noise(5, heads.n_columns), noise(5, 480)
-    case: dict[str, Any] = {"qkv": qkv, "attended": attended, "heads": heads, "n_rows": torch.tensor([3], dtype=torch.int32)}
+    case: dict[str, Any] = {
+        "qkv": qkv,
+        "attended": attended,
+        "heads": heads,
+        "n_rows": torch.tensor([3], dtype=torch.int32),
+    }
     both(bind_gate_heads, gate_heads_torch, case, ["attended"])
     seen = attended.clone()
     bind_gate_heads(**case)()
