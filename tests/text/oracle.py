@@ -37,7 +37,7 @@ class Vocabulary:
 
     def bits(self, masks: GrammarMasks, position: np.ndarray) -> np.ndarray:
         """What the automaton allows, the end tokens included."""
-        found = masks.mask(position).copy()
+        found = masks.mask(position)
         if masks.ends(position):
             for id in self.ends:
                 found.view(np.uint32)[id >> 5] |= np.uint32(1 << (id & 31))

@@ -344,21 +344,36 @@ def test_recursion_is_a_call() -> None:
     assert not accepts(made, '{"value":1,"next":{"value":2,"next":{}}}')
 
 
-def test_a_kept_mask_is_the_one_that_would_be_computed() -> None:
-    """The same masks from one cache over many walks, and from a new cache each time."""
-    schema = {"type": "array", "items": {"anyOf": [{"type": "string", "maxLength": 15}, {"type": "object"}]}}
-    kept = tiny().masks(of_schema({**schema, "maxItems": 20}))
-    rng = random.Random(5)
-    for _ in range(30):
+@pytest.mark.parametrize("most_kept", [3, automaton.MOST_KEPT])
+def test_a_kept_mask_is_the_one_that_would_be_computed(vocab_data: Path, most_kept: int) -> None:
+    """The same masks from one cache over many walks, full or not, and from one that keeps nothing."""
+    words, rng = real(vocab_data, "llama-spm"), random.Random(5)
+    schema = {"type": "array", "items": {"anyOf": [{"type": "string", "maxLength": 60}, {"type": "object"}]}}
+    made = of_schema({**schema, "maxItems": 20})
+    kept, fresh = (GrammarMasks(made, words.trie, len(words.tokens), most_kept=most) for most in (most_kept, 0))
+    for _ in range(8):
         position = kept.begin()
-        for _ in range(80):
-            fresh = GrammarMasks(kept.automaton, tiny().trie, len(tiny().tokens))
+        for _ in range(60):
             bits = kept.mask(position)
             assert np.array_equal(bits, fresh.mask(position))
-            id = chosen(tiny(), bits, rng)
+            id = chosen(words, bits, rng)
             if id is None:
                 break
             assert kept.take(position, id)
+    assert fresh.n_kept == 0
+    assert 3 <= kept.n_kept <= most_kept
+
+
+def test_a_mask_is_what_each_token_finds_on_its_own() -> None:
+    masks = tiny().masks(of_schema({"type": "array", "items": {"type": ["object", "string"]}, "maxItems": 20}))
+    position, rng = masks.begin(), random.Random(1)
+    for _ in range(60):
+        bits = masks.mask(position)
+        assert list(ids(bits)) == [id for id in range(len(tiny().tokens)) if masks.take(position.copy(), id)]
+        id = chosen(tiny(), bits, rng)
+        if id is None:
+            return
+        assert masks.take(position, id)
 
 
 def test_a_token_that_is_not_allowed_leaves_the_position_as_it_was() -> None:
@@ -376,34 +391,37 @@ def test_the_header_and_python_agree_on_the_layout() -> None:
         name: re.findall(r"\b[A-Z_]+\b(?=\s*[,}\n/])", body)
         for name, body in re.findall(r"enum (\w+) \{(.*?)\}", text, re.DOTALL)
     }
-    header, state = enums["HeaderWord"], enums["StateWord"]
+    header = enums["HeaderWord"]
     assert header.index("HEADER_WORDS") == automaton._HEADER_WORDS
     assert header.index("HEADER_STATES") == automaton._HEADER_STATES
-    assert header.index("HEADER_STATES_AT") == automaton._HEADER_STATES_AT
     assert header.index("HEADER_DEPTH") == automaton._HEADER_DEPTH
-    assert state.index("STATE_LIMIT") == automaton._STATE_LIMIT
-    assert state.index("STATE_SIZE") == automaton._STATE_SIZE
+    assert enums["VocabularyWord"].index("VOCABULARY_WORDS") == automaton._VOCABULARY_WORDS
+    assert enums["VocabularyWord"].index("VOCABULARY_LONGEST") == automaton._VOCABULARY_LONGEST
     assert f"MAX_DEPTH = {MAX_DEPTH};" in text
 
 
 def test_the_walk_compiles_for_a_gpu() -> None:
     kernel = """
 #include "grammar_walk.h"
-extern "C" __global__ void allowed(const int* automaton, const int* position, const unsigned char* bytes,
-                                   const int* ends, int tokens, unsigned char* found) {
+extern "C" __global__ void find(const int* automaton, const int* vocabulary, int* position, unsigned* bits, int n) {
   int token = blockIdx.x * blockDim.x + threadIdx.x;
-  if (token >= tokens) return;
   grammar::Walk walk;
-  grammar::begin(walk, position[0], position[1], position[2], position + 3);
-  bool fine = true;
-  for (int at = token ? ends[token - 1] : 0; fine && at < ends[token]; ++at)
-    fine = grammar::take_byte(automaton, walk, bytes[at]);
-  found[token] = fine ? grammar::ends(automaton, walk) ? 2 : 1 : 0;
+  grammar::begin_at(walk, position);
+  bool known = token < vocabulary[grammar::VOCABULARY_TOKENS];
+  bool allowed = known && grammar::take_token(automaton, vocabulary, walk, token);
+  unsigned word = __ballot_sync(~0u, allowed);
+  if (token % 32 == 0 && token / 32 < n) bits[token / 32] = word;
+}
+extern "C" __global__ void advance(const int* automaton, const int* vocabulary, int* position, int token, int* ended) {
+  grammar::advance(automaton, vocabulary, position, token);
+  grammar::Walk walk;
+  grammar::begin_at(walk, position);
+  *ended = grammar::ends(automaton, walk);
 }
 """
     headers = {"grammar_walk.h": (SOURCES / "grammar_walk.h").read_text()}
     try:
-        assert build.cubin(kernel, "allowed.cu", arch="sm_90", headers=headers).startswith(b"\x7fELF")
+        assert build.cubin(kernel, "find.cu", arch="sm_90", headers=headers).startswith(b"\x7fELF")
     except HardwareCannot as error:
         pytest.skip(f"this machine cannot compile for a GPU: {error}")
 

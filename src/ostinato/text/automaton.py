@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
+from weakref import finalize
 
 import numpy as np
 
@@ -34,9 +35,10 @@ POSITION_WORDS: Final = 3 + 2 * MAX_DEPTH
 MAX_STATES: Final = 32_768
 MAX_WORDS: Final = 1 << 20  # four megabytes
 MAX_MS: Final = 500
+MOST_KEPT: Final = 64  # masks of one grammar
 
 _HEADER_WORDS, _HEADER_STATES, _HEADER_DEPTH = 1, 2, 7
-_HEADER_STATES_AT, _STATE_SIZE, _STATE_LIMIT = 4, 7, 5
+_VOCABULARY_WORDS, _VOCABULARY_LONGEST = 1, 4
 
 
 @cache
@@ -51,7 +53,8 @@ def library() -> ctypes.CDLL:
     if opened is None:
         main = texts.pop(SOURCE)
         opened = ctypes.CDLL(str(build.shared_object(main, SOURCE, headers=texts)))
-    opened.grammar_trie.restype = ctypes.c_void_p
+    opened.grammar_masks.restype = ctypes.c_void_p
+    opened.grammar_vocabulary.restype = ctypes.POINTER(ctypes.c_int)
     return opened
 
 
@@ -70,12 +73,6 @@ class Automaton:
         """How many calls can be open at once; None without a bound."""
         found = int(self.words[_HEADER_DEPTH])
         return None if found < 0 else found
-
-    @property
-    def limits(self) -> np.ndarray:
-        """By state: where its counter ends; 0 where it has none."""
-        at = int(self.words[_HEADER_STATES_AT])
-        return self.words[at : at + self.n_states * _STATE_SIZE].reshape(-1, _STATE_SIZE)[:, _STATE_LIMIT]
 
 
 def compiled(
@@ -96,8 +93,14 @@ def compiled(
     )
     if failed:
         raise BadOption(error.value.decode("utf-8", "replace"))
+    return Automaton(_taken(made, _HEADER_WORDS))
+
+
+def _taken(made: Any, words_at: int) -> np.ndarray:
+    """An array of the library's as one of numpy's; its word `words_at` is its length."""
     try:
-        return Automaton(np.ctypeslib.as_array(made, (made[_HEADER_WORDS],)).copy())
+        found: np.ndarray = np.ctypeslib.as_array(made, (made[words_at],)).copy()
+        return found
     finally:
         library().grammar_free(made)
 
@@ -176,35 +179,34 @@ def disjoint(one: str, other: str) -> bool:
 
 
 class Trie:
-    """A vocabulary's bytes; those of special tokens are not followed."""
+    """A vocabulary's bytes as words, which may be copied anywhere; those of special tokens are not followed."""
 
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int]) -> None:
         ends = array("i", np.cumsum([len(token) for token in tokens], dtype=np.int32).tobytes())
         flags = bytearray(len(tokens))
         for id in special:
             flags[id] = 1
-        self._handle = ctypes.c_void_p(
-            library().grammar_trie(b"".join(tokens), _pointer(ends), bytes(flags), len(tokens))
-        )
-        self.longest = int(library().grammar_longest(self._handle))
-
-    @property
-    def handle(self) -> ctypes.c_void_p:
-        return self._handle
-
-    def __del__(self) -> None:
-        library().grammar_trie_free(self._handle)
+        made = library().grammar_vocabulary(b"".join(tokens), _pointer(ends), bytes(flags), len(tokens))
+        if not made:
+            raise MemoryError("there is not enough memory for a vocabulary of grammars")
+        self.words = _taken(made, _VOCABULARY_WORDS)
+        self.longest = int(self.words[_VOCABULARY_LONGEST])
 
 
 class GrammarMasks:
-    """The masks of one automaton over one vocabulary, kept by the part of a position that they depend on."""
+    """The masks of one automaton over one vocabulary; those that take long to compute are kept. One thread at a time
+    uses an object of this class."""
 
-    def __init__(self, automaton: Automaton, trie: Trie, n_ids: int) -> None:
+    def __init__(self, automaton: Automaton, trie: Trie, n_ids: int, *, most_kept: int = MOST_KEPT) -> None:
         self.automaton, self.trie = automaton, trie
+        self.n_kept = 0
         self._n_words = -(-n_ids // 32)
-        self._limits = automaton.limits.tolist()
-        # By state: how far down the stack the mask looked, and masks by what it saw there.
-        self._kept: dict[int, dict[int, dict[tuple[int, ...], np.ndarray]]] = {}
+        opened = library()
+        made = opened.grammar_masks(_words(automaton.words), _words(trie.words), self._n_words, most_kept)
+        if not made:
+            raise MemoryError("there is not enough memory for the masks of a grammar")
+        self._kept = ctypes.c_void_p(made)
+        finalize(self, opened.grammar_masks_free, self._kept)
 
     def begin(self) -> np.ndarray:
         """The first position: state, counter, depth, and two words for each open call."""
@@ -214,7 +216,9 @@ class GrammarMasks:
 
     def take(self, position: np.ndarray, token: int) -> bool:
         """Advance a position by a token; False, and the position as it was, if it is not allowed."""
-        return bool(library().grammar_take(_words(self.automaton.words), self.trie.handle, _words(position), token))
+        return bool(
+            library().grammar_take(_words(self.automaton.words), _words(self.trie.words), _words(position), token)
+        )
 
     def take_bytes(self, position: np.ndarray, text: bytes) -> bool:
         a = _words(self.automaton.words)
@@ -225,32 +229,12 @@ class GrammarMasks:
         return bool(library().grammar_ends(_words(self.automaton.words), _words(position)))
 
     def mask(self, position: np.ndarray) -> np.ndarray:
-        """The tokens that may come next except end tokens, int32 words; to be read only."""
-        state, depth = int(position[0]), int(position[2])
-        kept = self._kept.setdefault(state, {})
-        for below, masks in kept.items():
-            if below <= depth and (found := masks.get(self._key(position, below))) is not None:
-                return found
+        """The tokens that may come next except end tokens, int32 words, the caller's own."""
         bits = np.zeros(self._n_words, np.int32)
-        a, trie = _words(self.automaton.words), self.trie.handle
-        lowest = library().grammar_mask(a, trie, _words(position), _words(bits), self._n_words)
-        kept.setdefault(depth - lowest, {})[self._key(position, depth - lowest)] = bits
+        self.n_kept = library().grammar_mask(self._kept, _words(position), _words(bits), self._n_words)
+        if self.n_kept < 0:
+            raise MemoryError("there is not enough memory for the masks of a grammar")
         return bits
-
-    def _key(self, position: np.ndarray, below: int) -> tuple[int, ...]:
-        """What a mask depends on that looked at `below` entries of the stack."""
-        state, counter, depth = position[:3].tolist()
-        stack = position[3 + 2 * (depth - below) : 3 + 2 * depth].tolist()
-        near = [self._near(state, counter)]
-        for back, count in zip(stack[::2], stack[1::2], strict=True):
-            near += [back, self._near(back >> 2, count)]
-        near.append(depth if depth + self.trie.longest > MAX_DEPTH else -1)
-        return tuple(near)
-
-    def _near(self, state: int, counter: int) -> int:
-        """A counter, or -1 where no token can bring it to its end."""
-        left = self._limits[state] - counter
-        return counter if self._limits[state] and left <= self.trie.longest else -1
 
 
 def _words(of: np.ndarray) -> Any:

@@ -1,4 +1,4 @@
-// Compiles a grammar into an automaton (`grammar_walk.h` tells its layout), and computes masks from it.
+// Compiles a grammar into an automaton, and a vocabulary into a trie; `grammar_walk.h` tells their layouts.
 //
 // A grammar comes as a program of words that build expressions (`text/automaton.py` writes it). Every expression that
 // derivatives lead to is a state. Objects and arrays are procedures: a call pushes where the caller continues, so the
@@ -8,8 +8,10 @@
 #include <climits>
 #include <cstdio>
 #include <cstdlib>
+#include <new>
 
 #include "expressions.h"
+#include "grammar_masks.h"
 #include "grammar_walk.h"
 #include "patterns.h"
 
@@ -510,63 +512,60 @@ std::vector<int> compiled(const int* program, int words, const char* texts, cons
   }
 }
 
-// --- masks ---
+// --- vocabularies ---
 
-// The vocabulary's bytes as a trie in the order of a walk: a node is followed by its subtree.
-struct Trie {
-  std::vector<uint8_t> byte;
-  std::vector<uint8_t> level;     // of its byte in the token, from 0
-  std::vector<int> after;         // the first node behind its subtree
-  std::vector<int> token;         // that ends here, or -1
-  std::vector<int> same;          // by token: the next with the same bytes, or -1
-  std::vector<std::string> bytes;  // by token
-  std::vector<bool> special;
-  int longest = 0;
+// Adds the nodes of the tokens `from` to `to`, sorted by their bytes, that agree in their first `level` bytes.
+struct TrieMaker {
+  const std::vector<std::string>& bytes;
+  const std::vector<int>& sorted;
+  std::vector<int> nodes, same;
+
+  void add(size_t from, size_t to, int level) {
+    while (from < to) {
+      uint8_t byte = uint8_t(bytes[sorted[from]][level]);
+      size_t end = from;
+      while (end < to && uint8_t(bytes[sorted[end]][level]) == byte) ++end;
+      size_t node = nodes.size();
+      nodes.insert(nodes.end(), {byte | level << 8, 0, -1});
+      for (; from < end && int(bytes[sorted[from]].size()) == level + 1; ++from) {
+        same[sorted[from]] = nodes[node + NODE_TOKEN];
+        nodes[node + NODE_TOKEN] = sorted[from];
+      }
+      add(from, end, level + 1);
+      nodes[node + NODE_AFTER] = int(nodes.size() / NODE_SIZE);
+      from = end;
+    }
+  }
 };
 
-constexpr int MAX_TOKEN_BYTES = 255;
-
-void add_nodes(Trie& trie, const std::vector<int>& sorted, size_t from, size_t to, int level) {
-  while (from < to) {
-    const std::string& text = trie.bytes[sorted[from]];
-    if (int(text.size()) == level) {  // all nodes of this text exist: it was added with its last byte
-      ++from;
-      continue;
-    }
-    uint8_t byte = uint8_t(text[level]);
-    size_t end = from;
-    while (end < to && uint8_t(trie.bytes[sorted[end]][level]) == byte) ++end;
-    int node = int(trie.byte.size());
-    trie.byte.push_back(byte);
-    trie.level.push_back(uint8_t(level));
-    trie.after.push_back(0);
-    trie.token.push_back(-1);
-    size_t next = from;
-    while (next < end && int(trie.bytes[sorted[next]].size()) == level + 1) {
-      trie.same[sorted[next]] = trie.token[node];
-      trie.token[node] = sorted[next];
-      ++next;
-    }
-    add_nodes(trie, sorted, next, end, level + 1);
-    trie.after[node] = int(trie.byte.size());
-    from = end;
+std::vector<int> vocabulary(const char* text, const int* ends, const uint8_t* special, int tokens) {
+  std::vector<std::string> bytes;
+  std::vector<int> sorted, v(VOCABULARY_SIZE), flagged;
+  for (int id = 0, from = 0; id < tokens; from = ends[id++]) {
+    bytes.emplace_back(text + from, size_t(ends[id] - from));
+    bool apart = special[id] || bytes[id].size() > size_t(MAX_TOKEN_BYTES);
+    flagged.push_back(ends[id] << 1 | int(apart));
+    if (apart || bytes[id].empty()) continue;
+    sorted.push_back(id);
+    v[VOCABULARY_LONGEST] = std::max(v[VOCABULARY_LONGEST], int(bytes[id].size()));
   }
-}
-
-// Where the walk stood before each byte of a token, so that its sibling starts there again.
-struct Before {
-  int state, counter, depth, low, pushed, old_return, old_counter;
-};
-
-void undo(Walk& w, const Before& b) {
-  if (b.pushed >= 0) {
-    w.own[2 * b.pushed] = b.old_return;
-    w.own[2 * b.pushed + 1] = b.old_counter;
+  std::sort(sorted.begin(), sorted.end(), [&](int a, int b) { return bytes[a] < bytes[b]; });
+  TrieMaker trie{bytes, sorted, {}, std::vector<int>(tokens, -1)};
+  trie.add(0, sorted.size(), 0);
+  v[VOCABULARY_MAGIC] = MAGIC;
+  v[VOCABULARY_TOKENS] = tokens;
+  v[VOCABULARY_NODES] = int(trie.nodes.size() / NODE_SIZE);
+  for (auto [at, part] : {std::pair(VOCABULARY_NODES_AT, &trie.nodes), std::pair(VOCABULARY_SAME_AT, &trie.same),
+                          std::pair(VOCABULARY_ENDS_AT, &flagged)}) {
+    v[at] = int(v.size());
+    v.insert(v.end(), part->begin(), part->end());
   }
-  w.state = b.state;
-  w.counter = b.counter;
-  w.depth = b.depth;
-  w.low = b.low;
+  int n_bytes = tokens ? ends[tokens - 1] : 0;
+  v[VOCABULARY_BYTES_AT] = int(v.size());
+  v.resize(v.size() + size_t(n_bytes + 3) / 4);
+  std::memcpy(v.data() + v[VOCABULARY_BYTES_AT], text, size_t(n_bytes));
+  v[VOCABULARY_WORDS] = int(v.size());
+  return v;
 }
 
 }  // namespace
@@ -575,6 +574,13 @@ void undo(Walk& w, const Before& b) {
 using namespace grammar;
 
 namespace {
+
+// An array of the caller's, to be freed by `grammar_free`; null if there is no memory for it.
+int* copied(const std::vector<int>& words) {
+  int* made = static_cast<int*>(std::malloc(words.size() * sizeof(int)));
+  if (made) std::memcpy(made, words.data(), words.size() * sizeof(int));
+  return made;
+}
 
 int refused(const char* why, char* error, int room) {
   std::snprintf(error, size_t(room), "%s", why);
@@ -591,10 +597,8 @@ int grammar_compile(const int* program, int words, const char* texts, int max_st
   try {
     Limits limits{max_states, max_words, Clock::now() + std::chrono::milliseconds(max_ms), max_ms};
     std::vector<int> a = compiled(program, words, texts, limits);
-    *made = static_cast<int*>(std::malloc(a.size() * sizeof(int)));
-    if (!*made) return refused("there is not enough memory", error, room);
-    std::memcpy(*made, a.data(), a.size() * sizeof(int));
-    return 0;
+    *made = copied(a);
+    return *made ? 0 : refused("there is not enough memory", error, room);
   } catch (const std::exception& why) {
     return refused(why.what(), error, room);
   }
@@ -614,119 +618,54 @@ int grammar_matches(const char* pattern, int length, const char* text, int text_
   }
 }
 
-void* grammar_trie(const char* bytes, const int* ends, const uint8_t* special, int tokens) {
+// A vocabulary as a new array of words, or null if there is no memory for it. `ends`: where each token's bytes end.
+int* grammar_vocabulary(const char* bytes, const int* ends, const uint8_t* special, int tokens) {
   try {
-    Trie* trie = new Trie;
-    trie->same.assign(tokens, -1);
-    trie->special.assign(tokens, false);
-    std::vector<int> sorted;
-    for (int id = 0, from = 0; id < tokens; from = ends[id++]) {
-      trie->bytes.emplace_back(bytes + from, size_t(ends[id] - from));
-      trie->special[id] = special[id] || trie->bytes[id].size() > size_t(MAX_TOKEN_BYTES);
-      if (trie->special[id] || trie->bytes[id].empty()) continue;
-      sorted.push_back(id);
-      trie->longest = std::max(trie->longest, int(trie->bytes[id].size()));
-    }
-    std::sort(sorted.begin(), sorted.end(), [&](int a, int b) { return trie->bytes[a] < trie->bytes[b]; });
-    add_nodes(*trie, sorted, 0, sorted.size(), 0);
-    return trie;
+    return copied(vocabulary(bytes, ends, special, tokens));
   } catch (const std::exception&) {
     return nullptr;
   }
 }
 
-void grammar_trie_free(void* trie) { delete static_cast<Trie*>(trie); }
-
-int grammar_longest(const void* trie) { return static_cast<const Trie*>(trie)->longest; }
-
-// A position is state, counter, depth, and two words for each open call.
 void grammar_begin(const int* a, int* position) {
   Walk w;
-  begin(w, a[HEADER_START], 0, 0, position + 3);
+  begin(w, a[HEADER_START], 0, 0, position + POSITION_STACK);
   settle(a, w);
-  position[0] = w.state;
-  position[1] = w.counter;
-  position[2] = w.depth;
+  store(w, position);
 }
 
-// Advance by a token; 1 if it is allowed.
-int grammar_take(const int* a, const void* of, int* position, int token) {
-  const Trie& trie = *static_cast<const Trie*>(of);
-  Walk w;
-  begin(w, position[0], position[1], position[2], position + 3);
-  if (trie.special[token]) {
-    if (!take_special(a, w, token)) return 0;
-  } else {
-    for (char c : trie.bytes[token])
-      if (!take_byte(a, w, uint8_t(c))) return 0;
-    if (trie.bytes[token].empty()) return 0;
-  }
-  position[0] = w.state;
-  position[1] = w.counter;
-  position[2] = w.depth;
-  for (int word = 2 * w.low; word < 2 * w.depth; ++word) position[3 + word] = w.own[word];
-  return 1;
-}
+int grammar_take(const int* a, const int* v, int* position, int token) { return advance(a, v, position, token); }
 
 int grammar_take_byte(const int* a, int* position, int byte) {
   Walk w;
-  begin(w, position[0], position[1], position[2], position + 3);
+  begin_at(w, position);
   if (!take_byte(a, w, byte)) return 0;
-  position[0] = w.state;
-  position[1] = w.counter;
-  position[2] = w.depth;
-  for (int word = 2 * w.low; word < 2 * w.depth; ++word) position[3 + word] = w.own[word];
+  store(w, position);
   return 1;
 }
 
 int grammar_ends(const int* a, const int* position) {
-  Walk w;
-  begin(w, position[0], position[1], position[2], position + 3);
+  Walk w{};
+  begin_at(w, position);
   return ends(a, w);
 }
 
-// Set the bits of all tokens that may come next, except end tokens; how far down the stack the walk looked.
-int grammar_mask(const int* a, const void* of, const int* position, uint32_t* bits, int n_words) {
-  const Trie& trie = *static_cast<const Trie*>(of);
-  std::memset(bits, 0, size_t(n_words) * 4);
-  Walk w;
-  begin(w, position[0], position[1], position[2], position + 3);
-  Before before[MAX_TOKEN_BYTES + 1];
-  int level = 0, lowest = w.depth, n = int(trie.byte.size());
-  for (int node = 0; node < n;) {
-    int at = trie.level[node];
-    while (level > at) undo(w, before[--level]);
-    Before& b = before[level];
-    b = {w.state, w.counter, w.depth, w.low, -1, 0, 0};
-    bool allowed = take_byte(a, w, trie.byte[node]);
-    b.pushed = w.pushed;
-    b.old_return = w.old_return;
-    b.old_counter = w.old_counter;
-    lowest = std::min(lowest, w.low);
-    if (!allowed) {
-      undo(w, b);
-      node = trie.after[node];
-      continue;
-    }
-    ++level;
-    for (int token = trie.token[node]; token >= 0; token = trie.same[token])
-      if (token < 32 * n_words) bits[token >> 5] |= 1u << (token & 31);
-    ++node;
+// Masks that are kept; the arrays must outlive them. Null if there is no memory.
+void* grammar_masks(const int* a, const int* v, int n_words, int most) {
+  return new (std::nothrow) MaskCache(a, v, n_words, most);
+}
+
+void grammar_masks_free(void* masks) { delete static_cast<MaskCache*>(masks); }
+
+// Copies the mask of a position; how many masks are kept now, or -1 if there is no memory.
+int grammar_mask(void* masks, const int* position, unsigned* bits, int n_words) {
+  try {
+    MaskCache& cache = *static_cast<MaskCache*>(masks);
+    std::memcpy(bits, cache.find(position), size_t(n_words) * sizeof(unsigned));
+    return cache.size();
+  } catch (const std::exception&) {
+    return -1;
   }
-  // Special tokens, here and behind every call that may return here.
-  begin(w, position[0], position[1], position[2], position + 3);
-  for (;;) {
-    const int* s = state_at(a, w.state);
-    const int* edges = a + a[HEADER_TOKEN_EDGES_AT] + s[STATE_TOKEN_EDGES] * TOKEN_EDGE_SIZE;
-    for (int i = 0; i < s[STATE_N_TOKEN_EDGES]; ++i) {
-      int token = edges[i * TOKEN_EDGE_SIZE + TOKEN_ID];
-      if (token >= 0 && token < 32 * n_words) bits[token >> 5] |= 1u << (token & 31);
-    }
-    if (w.depth == 0 || s[STATE_ACCEPTS] == 0) break;
-    leave(a, w);
-    lowest = std::min(lowest, w.low);
-  }
-  return lowest;
 }
 
 }  // extern "C"

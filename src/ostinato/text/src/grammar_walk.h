@@ -161,6 +161,125 @@ GRAMMAR_FUNCTION bool ends(const int* a, Walk& w) {
   return false;
 }
 
+// --- vocabularies ---
+
+// The first words of a vocabulary: the bytes of all tokens, and the same as a trie.
+enum VocabularyWord {
+  VOCABULARY_MAGIC,
+  VOCABULARY_WORDS,
+  VOCABULARY_TOKENS,
+  VOCABULARY_NODES,
+  VOCABULARY_LONGEST,   // bytes of the longest token in the trie
+  VOCABULARY_NODES_AT,  // where they begin, in words; a node is followed by its subtree
+  VOCABULARY_SAME_AT,   // by token: the next one with the same bytes, or -1
+  VOCABULARY_ENDS_AT,   // by token: where its bytes end, times two, plus one for a special token
+  VOCABULARY_BYTES_AT,
+  VOCABULARY_SIZE
+};
+
+// A node of the trie: its byte with its place in the token above it, the first node behind its subtree, its token or -1.
+enum NodeWord { NODE_BYTE, NODE_AFTER, NODE_TOKEN, NODE_SIZE };
+
+constexpr int MAX_TOKEN_BYTES = 255;
+
+// A position in memory: state, counter, depth, and two words for each open call.
+enum PositionWord { POSITION_STATE, POSITION_COUNTER, POSITION_DEPTH, POSITION_STACK };
+constexpr int POSITION_WORDS = POSITION_STACK + 2 * MAX_DEPTH;
+
+GRAMMAR_FUNCTION void begin_at(Walk& w, const int* position) {
+  begin(w, position[POSITION_STATE], position[POSITION_COUNTER], position[POSITION_DEPTH], position + POSITION_STACK);
+}
+
+GRAMMAR_FUNCTION void store(const Walk& w, int* position) {
+  position[POSITION_STATE] = w.state;
+  position[POSITION_COUNTER] = w.counter;
+  position[POSITION_DEPTH] = w.depth;
+  for (int word = 2 * w.low; word < 2 * w.depth; ++word) position[POSITION_STACK + word] = w.own[word];
+}
+
+// All bytes of a token, or the special token; false if it is not allowed, or has no bytes.
+GRAMMAR_FUNCTION bool take_token(const int* a, const int* v, Walk& w, int token) {
+  const int* ends_of = v + v[VOCABULARY_ENDS_AT];
+  if (ends_of[token] & 1) return take_special(a, w, token);
+  const unsigned char* bytes = reinterpret_cast<const unsigned char*>(v + v[VOCABULARY_BYTES_AT]);
+  int at = token > 0 ? ends_of[token - 1] >> 1 : 0, end = ends_of[token] >> 1;
+  if (at == end) return false;
+  for (; at < end; ++at)
+    if (!take_byte(a, w, bytes[at])) return false;
+  return true;
+}
+
+// Advance a position by a token; false, and the position as it was, if it is not allowed.
+GRAMMAR_FUNCTION bool advance(const int* a, const int* v, int* position, int token) {
+  Walk w;
+  begin_at(w, position);
+  if (!take_token(a, v, w, token)) return false;
+  store(w, position);
+  return true;
+}
+
+// Where a walk stood before a byte, so that another byte can be tried from there.
+struct Before {
+  int state, counter, depth, low, pushed, old_return, old_counter;
+};
+
+GRAMMAR_FUNCTION void undo(Walk& w, const Before& b) {
+  if (b.pushed >= 0) {
+    w.own[2 * b.pushed] = b.old_return;
+    w.own[2 * b.pushed + 1] = b.old_counter;
+  }
+  w.state = b.state;
+  w.counter = b.counter;
+  w.depth = b.depth;
+  w.low = b.low;
+}
+
+GRAMMAR_FUNCTION void set_bit(unsigned* bits, int n_words, int token) {
+  if (token >= 0 && token < 32 * n_words) bits[token >> 5] |= 1u << (token & 31);
+}
+
+// Set the bits of all tokens that may come next, except end tokens, by one walk of the trie. The result says to which
+// depth the stack was looked at: a position that agrees above it has the same mask. `visited`: nodes of the trie.
+GRAMMAR_FUNCTION int find_mask(const int* a, const int* v, const int* position, unsigned* bits, int n_words,
+                               int* visited) {
+  for (int word = 0; word < n_words; ++word) bits[word] = 0;
+  const int* nodes = v + v[VOCABULARY_NODES_AT];
+  const int* same = v + v[VOCABULARY_SAME_AT];
+  Walk w;
+  begin_at(w, position);
+  Before before[MAX_TOKEN_BYTES + 1];
+  int level = 0, lowest = w.depth, n = v[VOCABULARY_NODES];
+  *visited = 0;
+  for (int at = 0; at < n; ++*visited) {
+    const int* node = nodes + at * NODE_SIZE;
+    while (level > node[NODE_BYTE] >> 8) undo(w, before[--level]);
+    Before& b = before[level];
+    b = {w.state, w.counter, w.depth, w.low, -1, 0, 0};
+    bool allowed = take_byte(a, w, node[NODE_BYTE] & 255);
+    b.pushed = w.pushed;
+    b.old_return = w.old_return;
+    b.old_counter = w.old_counter;
+    if (w.low < lowest) lowest = w.low;
+    if (!allowed) {
+      undo(w, b);
+      at = node[NODE_AFTER];
+      continue;
+    }
+    ++level;
+    for (int token = node[NODE_TOKEN]; token >= 0; token = same[token]) set_bit(bits, n_words, token);
+    ++at;
+  }
+  begin_at(w, position);  // special tokens, here and behind every call that may return here
+  for (;;) {
+    const int* s = state_at(a, w.state);
+    const int* edges = a + a[HEADER_TOKEN_EDGES_AT] + s[STATE_TOKEN_EDGES] * TOKEN_EDGE_SIZE;
+    for (int i = 0; i < s[STATE_N_TOKEN_EDGES]; ++i) set_bit(bits, n_words, edges[i * TOKEN_EDGE_SIZE + TOKEN_ID]);
+    if (w.depth == 0 || s[STATE_ACCEPTS] == 0) return lowest;
+    leave(a, w);
+    if (w.low < lowest) lowest = w.low;
+  }
+}
+
 }  // namespace grammar
 
 #endif
