@@ -30,13 +30,15 @@ class PlainMemory:
     values: dict[int, Tensor] = field(default_factory=dict)
     kept: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
-    def attend(self, block: AnyAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        layer, scale, softcap = block.layer, block.shape.query_scale, block.shape.softcap
+    def attend(self, block: AnyAttention, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        layer, scale, softcap = block.kv_layer, block.shape.query_scale, block.shape.softcap
         if not self.shape.causal:
             apart = (torch.arange(len(q))[:, None] - torch.arange(len(q))).abs()
             near = None if block.shape.window is None else apart < block.shape.window
             return attention_torch(q, k, v, near, scale=scale, softcap=softcap)
-        if layer in self.keys:
+        if k is None or v is None:
+            k, v = self.keys[layer], self.values[layer]
+        elif layer in self.keys:
             k, v = torch.cat((self.keys[layer], k)), torch.cat((self.values[layer], v))
         self.keys[layer], self.values[layer] = k, v
         ages = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))

@@ -68,7 +68,7 @@ def test_four_prompts_at_once_and_a_prompt_in_two_pieces_give_the_same_tokens(na
     assert cut == together[0]
 
 
-@pytest.mark.parametrize("name", ["gemma3-vision", "qwen3-vl", "qwen35-vision"])
+@pytest.mark.parametrize("name", ["gemma3-vision", "gemma4-vision", "qwen3-vl", "qwen35-vision"])
 def test_the_vision_part_of_a_folder_is_left_out_of_memory_and_said(name: str, tiny_files: Path) -> None:
     with open_checkpoint(tiny.folder(name, tiny_files)) as checkpoint:
         said = why_left_out(checkpoint)

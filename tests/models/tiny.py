@@ -194,6 +194,23 @@ def _gemma3(local_base: float = 1e4, config: Mapping[str, Any] | None = None, **
     return _made("Gemma3ForCausalLM", "gemma3", **{**sizes, "rope_parameters": rope, **(config or {})})
 
 
+def _gemma4(kind: str = "Gemma4ForCausalLM", **config: Any) -> TinyModel:
+    rope = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    local = {"rope_type": "default", "rope_theta": 1e4}
+    sizes: dict[str, Any] = {"num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 32, "sliding_window": WINDOW}
+    sizes |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 0}
+    sizes |= {"rope_parameters": {"sliding_attention": local, "full_attention": rope}, "final_logit_softcapping": 8.0}
+    return _made(kind, "gemma4", **{**sizes, **config})
+
+
+def _gemma4_shared(**config: Any) -> TinyModel:
+    """As E2B: the last layers read earlier keys and values and have wider blocks; every layer has its own input."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    shared = {"num_hidden_layers": 6, "layer_types": kinds, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+    own = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
+    return _gemma4(**{**shared, **own, **config})
+
+
 def _with_vision(
     kind: str, architecture: str | None, text: TinyModel, vision: Mapping[str, Any], **rope: Any
 ) -> TinyModel:
@@ -354,6 +371,14 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         "gemma3-linear": _gemma3(rope_type="linear", factor=8.0),
         "gemma3-vision": _with_vision("Gemma3ForConditionalGeneration", "gemma3", _gemma3(), _VISION),
         "gemma3-stated": _gemma3(500.0, {"num_hidden_layers": 4, "sliding_window_pattern": 3}),
+        "gemma4": _gemma4(attention_k_eq_v=True, num_global_key_value_heads=1),
+        "gemma4-shared": _gemma4_shared(),
+        "gemma4-moe": _gemma4(
+            enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=32, attention_k_eq_v=True
+        ),
+        "gemma4-vision": _with_vision(
+            "Gemma4ForConditionalGeneration", None, _gemma4_shared(num_hidden_layers=8, layer_types=None), _VISION
+        ),
         "gemma": _made("GemmaForCausalLM", "gemma", head_dim=32, hidden_act="gelu_pytorch_tanh"),
         "smollm3": _made("SmolLM3ForCausalLM", "smollm3", num_hidden_layers=4),
         "smollm3-listed": _made("SmolLM3ForCausalLM", None, no_rope_layers=[0, 1, 1]),

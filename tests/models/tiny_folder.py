@@ -44,6 +44,8 @@ def original_config(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = config["model_type"]
     if kind == "laguna":
         return dict(config)  # published as newer tools write it
+    if kind == "gemma4_text":
+        return _original_gemma4(config)
     newer = (
         ("rope_parameters",)
         if kind.startswith(("qwen3_5", "exaone4", "lfm2_moe"))
@@ -79,6 +81,18 @@ def original_config(config: Mapping[str, Any]) -> dict[str, Any]:
         low, high = (float(v["__float__"] if isinstance(v, dict) else v) for v in old["time_step_limit"])
         old["time_step_limit"] = [low, high]  # with the word Infinity, which JSON does not know
     return {**old, **_original_rope(config)}
+
+
+def _original_gemma4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of layers that see everything stand once for all of them."""
+    old = {key: value for key, value in config.items() if key not in ("per_layer_config", "dtype")}
+    own = next(iter(config["per_layer_config"].values()))
+    return {
+        **old,
+        "torch_dtype": config["dtype"],
+        "global_head_dim": own["head_dim"],
+        "num_global_key_value_heads": own.get("num_key_value_heads"),
+    }
 
 
 def _original_text(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -94,6 +94,7 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
         "lfm2moe": _add_lfm2,
         **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _add_qwen35),
         "deepseek2": _add_deepseek2,
+        "gemma4": _add_gemma4,
         "bert": _add_encoder,
         "nomic-bert": _add_encoder,
         "modern-bert": _add_modern_bert,
@@ -292,6 +293,42 @@ def _add_gemma3(writer: Any, config: Config) -> None:
         writer.add_sliding_window_pattern(config["_sliding_window_pattern"])
 
 
+def _add_gemma4(writer: Any, config: Config) -> None:
+    sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
+    n_shared, ff = config["num_kv_shared_layers"], config["intermediate_size"]
+    wide = next(iter(config["per_layer_config"].values()))
+    n_whole = wide.get("num_key_value_heads")
+    sizes: dict[str, Any] = {"head_dim": None, "num_experts": None}
+    if n_whole is not None:
+        sizes["num_key_value_heads"] = [config["num_key_value_heads"] if one else n_whole for one in sliding]
+    if config["use_double_wide_mlp"]:
+        sizes["intermediate_size"] = [ff] * (len(sliding) - n_shared) + [2 * ff] * n_shared
+    _add_common(writer, {**config, **sizes})
+    writer.add_shared_kv_layers(n_shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(sliding)
+    for name, width in (("", wide["head_dim"]), ("_swa", config["head_dim"])):
+        for what in ("key_length", "value_length", "rope_dimension_count"):
+            getattr(writer, f"add_{what}{name}")(width)
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["enable_moe_block"]:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["top_k_experts"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _gemma4_part(name: str) -> str:
+    """A name as the map knows it, or GGUF's own."""
+    layer = name.split(".layers.")[-1].split(".")[0]
+    own = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+    for part, ours in own.items():
+        if name.endswith(part):
+            return f"blk.{layer}.{ours}"
+    return f"{name}.weight" if name.endswith(("layer_scalar", "gate_up_proj", "experts.down_proj")) else name
+
+
 def _add_gemma2(writer: Any, config: Config) -> None:
     assert _rope(config)["rope_theta"] == 10_000  # the converter writes no key for it
     _add_sizes(writer, config)
@@ -467,13 +504,18 @@ def _add_vocabulary(writer: Any) -> None:
 
 def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The tensors under their names in a folder, laid out as GGUF has them; then those that only GGUF has."""
-    apart = _gpt_oss_experts(tensors) if architecture == "gpt-oss" else _parts_of_experts(_stacked_experts(tensors))
+    if architecture == "gpt-oss":
+        apart = _gpt_oss_experts(tensors)
+    elif architecture == "gemma4":
+        apart = iter((_gemma4_part(name), value) for name, value in tensors.items())
+    else:
+        apart = _parts_of_experts(_stacked_experts(tensors))
     for name, value in apart:
         if architecture in PAIRED and name.endswith(("q_proj.weight", "q_proj.bias")):
             value = _in_pairs(value, config["num_attention_heads"])
         elif architecture in PAIRED and name.endswith(("k_proj.weight", "k_proj.bias")):
             value = _in_pairs(value, config["num_key_value_heads"])
-        elif (architecture.startswith("gemma") and name.endswith("norm.weight")) or (
+        elif (architecture in ("gemma", "gemma2", "gemma3", "gemma-embedding") and name.endswith("norm.weight")) or (
             architecture == "muse-glimmer" and name.endswith("layernorm.weight")
         ):
             value = value + 1
@@ -533,6 +575,10 @@ def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor])
             "rope_freqs.weight",
             _llama3_factors(rope, config["hidden_size"] // config["num_attention_heads"]),
         )
+    if rope.get("rope_type") == "proportional":
+        n = next(iter(config["per_layer_config"].values()))["head_dim"] // 2
+        n_turned = int(n * rope["partial_rotary_factor"])
+        yield "rope_freqs.weight", torch.tensor([1.0] * n_turned + [1e30] * (n - n_turned))
     if rope.get("rope_type") == "longrope":
         yield "rope_factors_long.weight", torch.tensor(rope["long_factor"])
         yield "rope_factors_short.weight", torch.tensor(rope["short_factor"])

@@ -14,14 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")  # of routers: trained, and no parameters
+# Trained, and no parameters: of routers, and of what a layer gives.
+BUFFERS = ("e_score_correction_bias", "expert_bias", "layer_scalar")
 _ROUNDED = {"F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def fill(model: Any, name: str, storage: str) -> None:
     """Give every parameter of `model` its random value; `name` is the seed."""
-    biases = [(at, buffer) for at, buffer in model.named_buffers() if at.endswith(CHOICE_BIASES)]
-    for parameter_name, parameter in (*model.named_parameters(), *biases):
+    buffers = [(at, buffer) for at, buffer in model.named_buffers() if at.endswith(BUFFERS)]
+    for parameter_name, parameter in (*model.named_parameters(), *buffers):
         random = torch.Generator().manual_seed(crc32(f"{name}/{parameter_name}".encode()))
         noise = torch.randn(parameter.shape, generator=random, dtype=torch.float32)
         value = _scaled(parameter_name, noise, model)
@@ -45,8 +46,14 @@ def _scaled(name: str, noise: Tensor, model: Any) -> Tensor:
         is_last = name.endswith(tuple(f"{norm}.weight" for norm in last))
         around = (6.0 if is_gemma else 3.0) if is_last and _is_tied(model) else 1.0
         # These store a norm's distance from one, but for that of a gated delta net.
-        centred = is_gemma or (kind.startswith(("qwen3_5", "qwen3_next")) and "linear_attn" not in name)
+        centred = (is_gemma and not kind.startswith("gemma4")) or (
+            kind.startswith(("qwen3_5", "qwen3_next")) and "linear_attn" not in name
+        )
+        if kind.startswith("gemma4") and "q_norm" in name:
+            around = 0.4  # its scores are not scaled
         return noise * 0.25 + around - (1.0 if centred else 0.0)
+    if "embed_tokens_per_layer" in name:
+        return noise * 0.25
     if "embed_out" in name:
         return noise / math.sqrt(noise.shape[-1])
     if "embed" in name or "wte" in name or "wpe" in name:
@@ -66,6 +73,7 @@ def _scaled(name: str, noise: Tensor, model: Any) -> Tensor:
         "gate.weight": 2.0,
         "router.layer": 2.0,
         "router.weight": 2.0,
+        "router.proj": 2.0,
     }
     gain = next((g for part, g in gains.items() if part in name), 1.0)
     return noise * gain / math.sqrt(fan_in)
@@ -86,6 +94,7 @@ def block_type(name: str, storage: str) -> str:
             "shared_expert_gate.weight",
             "router.layer.weight",
             "router.weight",
+            "router.proj.weight",
             "sparse_moe.gate.weight",
         )
     ):

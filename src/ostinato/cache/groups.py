@@ -30,7 +30,7 @@ class PageGroup:
 
 
 def one_group(layers: Iterable[int], n_pages: int) -> tuple[PageGroup, ...]:
-    """All layers that attend as one group that keeps every position, which is right for any model."""
+    """All layers that keep keys and values as one group that keeps every position, which is right for any model."""
     return (PageGroup(tuple(layers), n_pages),)
 
 
@@ -42,7 +42,7 @@ def page_groups(
     A window that is no shorter than the context hides nothing, so it counts as none. Pages of windows are fewer in the
     same proportion: a pool that is smaller, because memory is, is so in every group.
     """
-    attention = shape.attention.items()
+    attention = shape.kv_layers.items()
     if not shape.causal:  # a text's rows are all there at once, and a window is of what they see of each other
         return one_group(tuple(shape.attention), n_pages)
     windows = {layer: None if one.window is None or one.window >= context else one.window for layer, one in attention}
@@ -59,7 +59,7 @@ def page_groups(
 
 
 def group_of_layer(groups: Sequence[PageGroup]) -> dict[int, int]:
-    """For each layer that attends, in order, the number of its group."""
+    """For each layer that keeps keys and values, in order, the number of its group."""
     found = {layer: number for number, group in enumerate(groups) for layer in group.layers}
     return {layer: found[layer] for layer in sorted(found)}
 

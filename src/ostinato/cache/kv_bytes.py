@@ -45,7 +45,7 @@ KV_FORMATS: Final[Mapping[KVType, KVFormat]] = {
 
 def kv_widths(shape: Shape) -> set[int]:
     """The widths of its heads of keys and values."""
-    return {width for one in shape.attention.values() for width in (one.head_width, one.own_value_width)}
+    return {width for one in shape.kv_layers.values() for width in (one.head_width, one.own_value_width)}
 
 
 def check_kv_widths(kv_type: KVType, shape: Shape) -> None:
@@ -67,10 +67,10 @@ def cell_bytes(attention: AttentionShape, kv_type: KVType) -> int:
 
 def page_bytes(shape: Shape, kv_type: KVType, page_tokens: int) -> int:
     """Bytes of one page in all layers."""
-    return kv_bytes(shape, one_group(shape.attention, 1), kv_type, page_tokens)
+    return kv_bytes(shape, one_group(shape.kv_layers, 1), kv_type, page_tokens)
 
 
 def kv_bytes(shape: Shape, groups: Sequence[PageGroup], kv_type: KVType, page_tokens: int) -> int:
     """Bytes of all pages of these groups of layers."""
-    cells = {layer: cell_bytes(one, kv_type) for layer, one in shape.attention.items()}
+    cells = {layer: cell_bytes(one, kv_type) for layer, one in shape.kv_layers.items()}
     return page_tokens * sum(cells[layer] * group.n_pages for group in groups for layer in group.layers)

@@ -19,5 +19,5 @@ def window_of(shape: Shape) -> int | None:
 
 
 def layers_of(shape: Shape, *, windowed: bool) -> list[int]:
-    """The layers with attention that see a window, or those that see everything."""
-    return [layer for layer, one in shape.attention.items() if (one.window is not None) == windowed]
+    """The layers with keys and values that see a window, or those that see everything."""
+    return [layer for layer, one in shape.kv_layers.items() if (one.window is not None) == windowed]

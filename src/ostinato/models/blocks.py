@@ -63,6 +63,12 @@ class Attention(Block):
     q_norm: Norm | None
     k_norm: Norm | None
     sinks: Leaf | None = None  # [n_heads], float32
+    v_norm: Norm | None = None  # of each head
+
+    @property
+    def kv_layer(self) -> int:
+        """The layer whose keys and values it reads: its own, or an earlier one's."""
+        return self.layer if self.shape.kv_from is None else self.shape.kv_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,10 @@ class LatentAttention(Block):
     v_b: Leaf  # [heads, value_width, kv_rank]
     out: Linear
     sinks: Leaf | None = None  # [heads]
+
+    @property
+    def kv_layer(self) -> int:
+        return self.layer
 
 
 AnyAttention: TypeAlias = Attention | LatentAttention
@@ -107,6 +117,17 @@ class PlainMLP(Block):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNorms(Block):
+    """Norms of experts that stand beside a dense block: of what the router and the experts take in, each in place of
+    the layer's, which is the dense block's alone; and of what each side gives, before both are added."""
+
+    router: Norm
+    experts: Norm
+    after_experts: Norm
+    after_shared: Norm
+
+
+@dataclass(frozen=True, slots=True)
 class Experts(Block):
     """A router and the experts it chooses from, each a feed-forward block with or without a gate; and beside them a
     block that every row goes through, where there is one. `ExpertShape` says how experts are chosen."""
@@ -122,6 +143,8 @@ class Experts(Block):
     into_latent: Linear | None = None
     out_of_latent: Linear | None = None
     shared: GatedMLP | PlainMLP | None = None
+    share_scales: Leaf | None = None  # [experts], float32
+    norms: ExpertNorms | None = None  # with them there is a shared block
 
 
 MLP: TypeAlias = GatedMLP | PlainMLP | Experts
@@ -211,13 +234,25 @@ class DeltaMixer(Block):
 Mixer: TypeAlias = MambaMixer | Mamba2Mixer | ShortConvMixer | DeltaMixer
 
 
+@dataclass(frozen=True, slots=True)
+class PerLayerInput(Block):
+    """What a layer adds of its own part of the tokens' second embedding: norm(out(act(gate(x)) * part))."""
+
+    layer: int
+    gate: Linear  # [per_layer_width, hidden]
+    out: Linear  # [hidden, per_layer_width]
+    norm: Norm
+    activation: Activation
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer(Block):
     """Attention, a mixer, or both side by side, added to what came in; then a feed-forward block, added likewise.
 
     Either half may be absent. Norms stand before each half, after it, or both, as a family has them. Where they are
     `parallel`, both halves take in what came to the layer; without a norm of its own, the feed-forward block takes
-    attention's. What came in may be wider than the weights (`Shape.wide_residual`), which a mixer allows for."""
+    attention's. What came in may be wider than the weights (`Shape.wide_residual`), which a mixer allows for. In the
+    end a per-layer input is added, and all is multiplied by a factor, where a family has them."""
 
     attention_norm: Norm | None = None  # of attention and mixer alike
     attention: AnyAttention | None = None
@@ -229,6 +264,8 @@ class Layer(Block):
     mlp: MLP | None = None
     after_mlp: Norm | None = None
     parallel: bool = False
+    per_layer: PerLayerInput | None = None
+    out_scale: Leaf | None = None  # [1], float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +292,17 @@ class RankingHead(Block):
 
 
 @dataclass(frozen=True, slots=True)
+class PerLayerEmbedding(Block):
+    """A second embedding, of which every layer takes a part: embedding * scale, and a product of the first one with a
+    norm over each part; both added and multiplied by sqrt(1/2)."""
+
+    embedding: Leaf  # [vocab, n_layers * per_layer_width]
+    scale: float
+    project: Linear  # [n_layers * per_layer_width, hidden]
+    norm: Norm  # [per_layer_width]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelBlocks(Block):
     """Tokens in, hidden rows out. A decoder's head turns the rows one asks for into logits; an encoder has none, and
     its ranking head, where there is one, turns pooled rows into scores."""
@@ -267,6 +315,7 @@ class ModelBlocks(Block):
     head: Linear | None
     type_embedding: Leaf | None = None  # [types, hidden]: which of two texts a token is of
     embedding_norm: Norm | None = None
+    per_layer: PerLayerEmbedding | None = None
     ranking: RankingHead | None = None
     projections: tuple[Linear, ...] = ()  # of a pooled row, one after the other
     spare: frozenset[str] = frozenset()  # tensors that a file may have besides: read elsewhere, or of no use here

@@ -29,6 +29,8 @@ from ostinato.models.blocks import (
     Mixer,
     ModelBlocks,
     Norm,
+    PerLayerEmbedding,
+    PerLayerInput,
     PlainMLP,
     RankingHead,
     ShortConvMixer,
@@ -150,28 +152,38 @@ class Builder:
         return self.attention(layer, **words) if own.latent is None else self.latent_attention(layer)
 
     def attention(
-        self, layer: int, *, qk_norm: bool = False, fused: bool = False, out_bias: bool | None = None
+        self,
+        layer: int,
+        *,
+        qk_norm: bool = False,
+        fused: bool = False,
+        out_bias: bool | None = None,
     ) -> Attention:
-        """`fused`: the file keeps q, k and v as one tensor already. Biases and gates as the shape says."""
+        """`fused`: the file keeps q, k and v as one tensor already. Biases, gates and norms of values as the shape
+        says."""
         s, at, bias, own = self.shape, f"blk.{layer}.", self.shape.attention_bias, self.shape.layers[layer].attention
         assert own is not None
         into: tuple[int, ...] = own.qkv_widths
         if fused:
             qkv = self.linear(at + "attn_qkv", sum(into), s.hidden, bias=bias)
         else:
-            names = ["attn_q", "attn_k", "attn_v"]
+            names = ["attn_q", "attn_k", "attn_k" if own.values_from_keys else "attn_v"]
             if own.gates_apart:
                 names = ["attn_q", "attn_gate", *names[1:]]
                 into = (own.queries_width, into[0] - own.queries_width, *into[1:])
+            if own.kv_from is not None:
+                names, into = names[:-2], into[:-2]
             qkv = self.linear([at + name for name in names], into, s.hidden, bias=bias)
         out_bias = bias if out_bias is None else out_bias
         out_scale = self.scale([s.hidden], [s.multipliers.attention_out])
         out = self.linear(at + "attn_output", s.hidden, own.out_width, bias=out_bias, scale=out_scale)
         q_width, k_width = own.qkv_widths[:2] if own.qk_norm == "rows" else (own.head_width, own.head_width)
         q_norm = self.norm(at + "attn_q_norm", q_width) if qk_norm else None
-        k_norm = self.norm(at + "attn_k_norm", k_width) if qk_norm else None
+        has_keys = own.kv_from is None
+        k_norm = self.norm(at + "attn_k_norm", k_width) if qk_norm and has_keys else None
+        v_norm = self.unit_norm(own.value_width) if own.value_norm and has_keys else None
         sinks = self.tensor(at + "attn_sinks.weight", own.n_heads, exact=True) if own.sinks else None
-        return Attention(layer, own, qkv, out, q_norm, k_norm, sinks)
+        return Attention(layer, own, qkv, out, q_norm, k_norm, sinks, v_norm)
 
     def latent_attention(self, layer: int) -> LatentAttention:
         """The matrices that expand compressed rows are two tensors, or one of both as in folders."""
@@ -234,8 +246,8 @@ class Builder:
         down = self.linear(at + "ffn_down" + suffix, s.hidden, ff, bias=s.mlp_bias)
         return PlainMLP(up, down, s.activation)
 
-    def experts(self, layer: int) -> Experts:
-        """All that the shape says of experts, the shared block included."""
+    def experts(self, layer: int, *, shared_suffix: str = "_shexp") -> Experts:
+        """All that the shape says of experts, the shared block included, whose tensors' names end so."""
         s, at, e = self.shape, f"blk.{layer}.", self.shape.experts
         assert e is not None
         n, width, parts = e.n_experts, e.latent_width or s.hidden, ("gate", "up") if e.gated else ("up",)
@@ -252,16 +264,17 @@ class Builder:
             down_bias=ExpertBiases((at + "ffn_down_exps.bias",), n, width) if e.bias else None,
             into_latent=self.linear(at + "ffn_latent_down", width, s.hidden, bias=False) if latent else None,
             out_of_latent=self.linear(at + "ffn_latent_up", s.hidden, width, bias=False) if latent else None,
-            shared=self._shared(layer, e),
+            shared=self._shared(layer, e, shared_suffix),
+            share_scales=self.tensor(at + "ffn_down_exps.scale", n, exact=True) if e.share_scales else None,
         )
 
-    def _shared(self, layer: int, experts: ExpertShape) -> GatedMLP | PlainMLP | None:
+    def _shared(self, layer: int, experts: ExpertShape, suffix: str) -> GatedMLP | PlainMLP | None:
         if not experts.shared_width:
             return None
         if not experts.gated:
-            return self.plain_mlp(layer, width=experts.shared_width, suffix="_shexp")
+            return self.plain_mlp(layer, width=experts.shared_width, suffix=suffix)
         fused = "ffn_gate_up_shexp" if self.names.has(f"blk.{layer}.ffn_gate_up_shexp.weight") else None
-        return self.gated_mlp(layer, fused=fused, width=experts.shared_width, suffix="_shexp")
+        return self.gated_mlp(layer, fused=fused, width=experts.shared_width, suffix=suffix)
 
     def _inner_matrices(self, at: str, parts: Sequence[str], n: int, size: tuple[int, int]) -> ExpertMatrices:
         """What leads into all experts: gate and up apart, or in one tensor."""
@@ -397,6 +410,21 @@ class Builder:
             head, spare = self.linear("output", s.vocab, s.hidden, bias=bias, scale=scale), ROPE_FACTORS
         own_norm = self.unit_norm(s.hidden) if s.embedding_norm else None
         return ModelBlocks(s, embedding, positions, layers, norm, head, embedding_norm=own_norm, spare=spare)
+
+    def per_layer_embedding(self) -> PerLayerEmbedding:
+        s, width = self.shape, self.shape.per_layer_width
+        return PerLayerEmbedding(
+            Matrices(("per_layer_token_embd.weight",), ((s.vocab, s.n_layers * width),)),
+            width**0.5,
+            self.linear("per_layer_model_proj", s.n_layers * width, s.hidden, bias=False, scale=s.hidden**-0.5),
+            self.norm("per_layer_proj_norm", width),
+        )
+
+    def per_layer_input(self, layer: int) -> PerLayerInput:
+        s, at, width = self.shape, f"blk.{layer}.", self.shape.per_layer_width
+        gate = self.linear(at + "inp_gate", width, s.hidden, bias=False)
+        out = self.linear(at + "proj", s.hidden, width, bias=False)
+        return PerLayerInput(layer, gate, out, self.norm(at + "post_norm"), s.activation)
 
     def positions(self) -> StackedTensors:
         return self.tensor("position_embd.weight", self.shape.context, self.shape.hidden)

@@ -21,6 +21,7 @@ from ostinato.models.falcon_h1 import FALCON_H1
 from ostinato.models.family import FURTHER_TOKENS, LEFT_OUT, PROJECTIONS, Family
 from ostinato.models.fields import Description, n_further_layers, text_config
 from ostinato.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING
+from ostinato.models.gemma4 import GEMMA4
 from ostinato.models.glm4 import GLM4
 from ostinato.models.glm4_moe import GLM4_MOE
 from ostinato.models.gpt2 import GPT2
@@ -61,7 +62,7 @@ FAMILIES: Final = (
     HUNYUAN_DENSE, ARCEE, STARCODER2, STABLELM, PHI2, GPTNEOX, COMMAND_R, COHERE2, QWEN3_VL_MOE, GLM4_MOE,
     ERNIE4_5_MOE, GRANITE_MOE, OLMOE, MISTRAL3, GPT_OSS, LFM2, QWEN35, NEMOTRON_H, GRANITE_HYBRID, LFM2_MOE,
     QWEN35_MOE, QWEN3_NEXT, NEMOTRON_H_MOE, DEEPSEEK2, MUSE_GLIMMER,
-    LAGUNA,
+    LAGUNA, GEMMA4,
 )  # fmt: skip
 
 BY_GGUF: Final[Mapping[str, Family]] = MappingProxyType({f.name: f for f in FAMILIES if f.in_gguf})

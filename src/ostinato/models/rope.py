@@ -50,6 +50,12 @@ def linear(width: int, factor: float) -> tuple[float, ...]:
     return (factor,) * (width // 2)
 
 
+def proportional(width: int, share: float, factor: float = 1.0) -> tuple[float, ...]:
+    """Pairs of the whole head, of which only the first `share` turn, by frequencies of the whole width."""
+    n_turned = min(int(share * width // 2), width // 2)
+    return (factor,) * n_turned + (math.inf,) * (width // 2 - n_turned)
+
+
 def llama3(width: int, base: float, s: Fields) -> tuple[float, ...]:
     """Long waves are stretched by the factor, short ones not at all, those between by a blend."""
     factor = s.positive("factor")
@@ -117,6 +123,9 @@ def from_config(
     base = settings.positive("rope_theta", c.positive("rope_theta", default_base))
     scheme = settings.word("rope_type", settings.word("type", "default"))
     share = settings.positive("partial_rotary_factor", c.positive("partial_rotary_factor", rotary_share))
+    if scheme == "proportional":
+        still = proportional(width, share, settings.positive("factor", 1.0))
+        return Rope(_above_one(base, c), _within(width, width, c), pairing, still)
     width = _within(int(width * share), width, c)
     rope = Rope(_above_one(base, c), width, pairing)
     match scheme:
@@ -135,7 +144,7 @@ def from_config(
             return replace(rope, base=base * settings.positive("alpha") ** (width / (width - 2)))
     raise Unsupported(
         f"{c.path}: rope scaling {scheme!r} is not supported; known: default, linear, llama3, yarn, longrope, "
-        "dynamic by alpha"
+        "proportional, dynamic by alpha"
     )
 
 

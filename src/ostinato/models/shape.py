@@ -57,6 +57,7 @@ class ExpertShape:
     groups: ExpertGroups | None = None
     share_scale: float = 1.0  # routed scaling factor
     gated: bool = True  # false: down(act(up(x)))
+    share_scales: bool = False  # each expert has a factor of its own, by which its shares are multiplied in the end
     bias: bool = False  # of the router and of the experts' products
     shared_width: int = 0  # of a feed-forward block that every row goes through besides; 0: none
     shared_gate: bool = False  # a row takes the shared block's output times the sigmoid of one more score
@@ -203,6 +204,9 @@ class AttentionShape:
     gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
     sinks: bool = False  # each head has one more score in its softmax, a number of its own that stands for no value
     latent: LatentShape | None = None  # with it the last `value_width` numbers of a key are its value
+    value_norm: bool = False  # each head of values is normed, without a weight
+    values_from_keys: bool = False  # one matrix makes both, before norms and rotation
+    kv_from: int | None = None  # it has queries only, and reads the keys and values of this earlier layer
 
     @property
     def group(self) -> int:
@@ -212,8 +216,13 @@ class AttentionShape:
     @property
     def qkv_widths(self) -> tuple[int, int, int]:
         """Of all heads of a row: queries with their gates, keys, values."""
-        queries = self.n_heads * (self.head_width + self.gate_width)
-        return queries, self.n_kv_heads * self.head_width, self.n_kv_heads * self.own_value_width
+        queries, n_kv_heads = self.n_heads * (self.head_width + self.gate_width), self.n_own_kv_heads
+        return queries, n_kv_heads * self.head_width, n_kv_heads * self.own_value_width
+
+    @property
+    def n_own_kv_heads(self) -> int:
+        """0 where it reads another layer's."""
+        return self.n_kv_heads if self.kv_from is None else 0
 
     @property
     def queries_width(self) -> int:
@@ -294,6 +303,7 @@ class Shape:
     n_classes: int | None = None  # a ranking head's outputs
     multipliers: Multipliers = Multipliers()
     wide_residual: bool = False  # what the layers add to is float32 whatever the weights are
+    per_layer_width: int = 0  # of what each layer takes in of a second embedding of the tokens; 0: there is none
 
     @property
     def n_layers(self) -> int:
@@ -306,8 +316,13 @@ class Shape:
 
     @property
     def attention(self) -> dict[int, AttentionShape]:
-        """Of each layer that attends; only these have keys and values."""
+        """Of each layer that attends."""
         return {number: one.attention for number, one in enumerate(self.layers) if one.attention is not None}
+
+    @property
+    def kv_layers(self) -> dict[int, AttentionShape]:
+        """Of each layer that keeps keys and values; the others that attend read those of one of these."""
+        return {number: one for number, one in self.attention.items() if one.kv_from is None}
 
     @property
     def recurrent(self) -> dict[int, RecurrentShape]:

@@ -191,6 +191,7 @@ def _workspace_bytes(shape: Shape, settled: Settled, chunk_rows: int) -> int:
     widest = max(shape.hidden, heads, ff, inner)
     row_bytes = FLOAT_BYTES * (2 * shape.hidden + max(shape.hidden, heads, inner) + qkv + heads + 2 * n_used * ff)
     row_bytes += recurrent_bytes + _latent_row(shape, settled.threads or 1)
+    row_bytes += FLOAT_BYTES * shape.n_layers * shape.per_layer_width
     row_bytes += PREPARED_BYTES * widest
     if experts is not None:
         row_bytes += n_used * (FLOAT_BYTES * shape.hidden + PREPARED_BYTES * widest)

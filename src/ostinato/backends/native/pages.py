@@ -43,10 +43,11 @@ class LayerPages:
 
 @dataclass(frozen=True, slots=True)
 class NativePages:
-    """The pages of every layer with attention, and the states of every recurrent one; bfloat16 is kept as its bits."""
+    """The pages of every layer that keeps keys and values, and the states of every recurrent one; bfloat16 is kept as
+    its bits."""
 
     kv_type: KVType
-    layers: Mapping[int, LayerPages]  # of those that attend
+    layers: Mapping[int, LayerPages]
     group_of: Mapping[int, int]  # for each of them, the number of its page table
     # float32 [slots, ...] of each state of a layer, its last two sizes the other way round than `Shape` states them
     states: Mapping[int, tuple[np.ndarray, ...]]

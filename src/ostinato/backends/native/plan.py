@@ -107,15 +107,18 @@ class _Latent(Structure):
 class _Layer(Structure):
     _fields_ = (
         *((name, _Norm) for name in ("attention_norm", "after_attention", "attention_post_norm")),
-        *((name, _Norm) for name in ("mlp_norm", "after_mlp", "mlp_post_norm", "q_norm", "k_norm")),
+        *((name, _Norm) for name in ("mlp_norm", "after_mlp", "mlp_post_norm", "q_norm", "k_norm", "v_norm")),
+        *((name, _Norm) for name in ("router_norm", "experts_norm", "after_experts", "after_shared", "after_part")),
         *((name, _Product) for name in ("qkv", "out", "gate_up", "down", "router")),
         *((name, _Product) for name in ("shared_gate_up", "shared_down", "into_latent", "out_of_latent")),
-        *((name, c_void_p) for name in ("experts", "choice_bias", "sinks", "latent", "mixer")),
+        *((name, _Product) for name in ("part_gate", "part_out")),
+        *((name, c_void_p) for name in ("experts", "choice_bias", "share_scales", "sinks", "latent", "mixer")),
         ("cache", _Cache),
         *((name, c_int) for name in ("window", "rope", "ff_width", "group", "gated")),
         *((name, c_int) for name in ("qk_norm", "parallel", "n_heads", "n_kv_heads", "head_width")),
-        *((name, c_int) for name in ("value_width", "gates", "gate_width", "gate_activation", "temperature_span")),
-        *((name, c_float) for name in ("query_scale", "softcap", "temperature", "attention_scale")),
+        *((name, c_int) for name in ("value_width", "gates", "gate_width", "gate_activation")),
+        *((name, c_int) for name in ("reads_kv", "temperature_span")),
+        *((name, c_float) for name in ("query_scale", "softcap", "temperature", "attention_scale", "out_scale")),
     )
 
 
@@ -177,15 +180,18 @@ class _Plan(Structure):
         ("embedding_norm", _Norm),
         *((name, c_void_p) for name in ("position_embedding", "segment_embedding")),
         ("embedding", TileMatrixStruct),
+        ("part_embedding", TileMatrixStruct),
+        ("part_project", _Product),
+        ("part_norm", _Norm),
         ("head", _Product),
         *((name, c_void_p) for name in ("logits", "last", "scratch")),
         *((name, c_int) for name in ("n_layers", "n_ropes", "hidden")),
-        *((name, c_int) for name in ("widest_ff", "shared_width", "shared_gate", "latent_width")),
+        *((name, c_int) for name in ("widest_ff", "part_width", "shared_width", "shared_gate", "latent_width")),
         *((name, c_int) for name in ("activation", "kept", "wide")),
         *((name, c_int) for name in ("n_threads", "n_slots", "max_pages", "most_rows", "n_tokens", "wake")),
         ("router", RouterStruct),
         ("causal", c_int),
-        *((name, c_float) for name in ("logit_softcap", "embedding_scale")),
+        *((name, c_float) for name in ("logit_softcap", "embedding_scale", "part_scale")),
     )
 
 
@@ -288,7 +294,7 @@ class NativeStep:
         assert isinstance(model.embedding, TileMatrix)
         if model.embedding.wide != wide:
             raise InternalError("the model was packed for other activations than the loop is opened with")
-        ropes = list(model.frequencies)
+        ropes, parts = list(model.frequencies), model.per_layer
         return _Plan(
             view=_NativeView(*tables.addresses, kept.array(tables.layout.words(PAGE_TOKENS))),
             layers=kept.structs(_Layer, [self._layer(layer, shape, memory, ropes) for layer in model.layers]),
@@ -298,6 +304,11 @@ class NativeStep:
             position_embedding=self._table(model.position_embedding),
             segment_embedding=self._table(model.type_embedding),
             embedding=model.embedding.matrix,
+            part_embedding=TileMatrixStruct() if parts is None else parts.embedding.matrix,
+            part_project=_Product() if parts is None else self._product(parts.project),
+            part_norm=self._norm(None if parts is None else parts.norm),
+            part_width=shape.per_layer_width,
+            part_scale=0.0 if parts is None else parts.scale,
             head=_Product() if model.head is None else self._product(model.head),
             logits=address_of(self.logits),
             last=address_of(self.last),
@@ -335,6 +346,11 @@ class NativeStep:
                 out.attention_norm, out.after_attention = map(self._norm, (layer.attention_norm, layer.after_attention))
                 one = layer.attention_norm if shape.parallel and layer.mlp_norm is None else layer.mlp_norm
                 out.mlp_norm, out.after_mlp = self._norm(one), self._norm(layer.after_mlp)
+                out.out_scale = 0.0 if layer.out_scale is None else float(layer.out_scale[0])
+                if layer.per_layer is not None:
+                    part = layer.per_layer
+                    out.part_gate, out.part_out = self._product(part.gate), self._product(part.out)
+                    out.after_part = self._norm(part.norm)
             case PostNormLayer():
                 out.attention_post_norm, out.mlp_post_norm = map(self._norm, (layer.attention_norm, layer.mlp_norm))
         if isinstance(layer, Layer) and layer.mixer is not None:
@@ -346,11 +362,12 @@ class NativeStep:
         return out
 
     def _set_attention(self, out: _Layer, attention: AnyAttention, memory: NativePages, ropes: list[Rope]) -> None:
-        number, s = attention.layer, attention.shape
+        number, s = attention.kv_layer, attention.shape
         if isinstance(attention, LatentAttention):
             out.latent = self._kept.structs(_Latent, [self._latent(attention)])
         else:
             out.q_norm, out.k_norm = self._norm(attention.q_norm), self._norm(attention.k_norm)
+            out.v_norm, out.reads_kv = self._norm(attention.v_norm), s.kv_from is not None
             out.qkv = self._product(attention.qkv)
         out.out = self._product(attention.out)
         out.cache, out.group = _cache(memory.layers[number]), memory.group_of[number]
@@ -459,6 +476,10 @@ class NativeStep:
             raise InternalError(f"the native loop was given experts of {shape.family} in one matrix")
         out.ff_width, out.gated = mlp.experts.ff_width, mlp.experts.gated
         out.router, out.choice_bias = self._product(mlp.router), self._table(mlp.choice_bias)
+        out.share_scales = self._table(mlp.share_scales)
+        if mlp.norms is not None:
+            out.router_norm, out.experts_norm = self._norm(mlp.norms.router), self._norm(mlp.norms.experts)
+            out.after_experts, out.after_shared = map(self._norm, (mlp.norms.after_experts, mlp.norms.after_shared))
         nothing = [None] * mlp.experts.n_experts
         into_biases = nothing if mlp.gate_up_bias is None else mlp.gate_up_bias
         out_biases = nothing if mlp.down_bias is None else mlp.down_bias

@@ -32,6 +32,7 @@ from ostinato.models.blocks import (
     MambaMixer,
     Mixer,
     Norm,
+    PerLayerInput,
     PlainMLP,
     PostNormLayer,
     RankingHead,
@@ -54,8 +55,9 @@ class ForwardState(Protocol):
     def n_planes(self) -> int:
         """How many states of each run to keep: the newest and, for roll back, those before its last tokens."""
 
-    def attend(self, block: AnyAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Append k and v, then attend each row of q to what it may see; [rows, heads, value_width]."""
+    def attend(self, block: AnyAttention, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        """Append k and v, where the layer has its own, then attend each row of q to what it may see; [rows, heads,
+        value_width]."""
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
         """The states that the runs start from, each [n_seqs, ...] as the shape says; zeros for a new sequence."""
@@ -92,27 +94,35 @@ def through_linear(ops: Ops, linear: Linear, x: Tensor) -> Tensor:
     return y if linear.scale is None else y * linear.scale
 
 
-def through_mlp(ops: Ops, mlp: MLP, x: Tensor) -> Tensor:
+def through_mlp(ops: Ops, mlp: MLP, x: Tensor, came: Tensor | None = None) -> Tensor:
+    """`came`: what came to the layer, before the norm that made x of it; experts may have norms of their own."""
     match mlp:
         case GatedMLP():
             return through_linear(ops, mlp.down, ops.gated(through_linear(ops, mlp.gate_up, x), mlp.activation))
         case PlainMLP():
             return through_linear(ops, mlp.down, ops.activate(through_linear(ops, mlp.up, x), mlp.activation))
         case Experts():
-            return _through_experts(ops, mlp, x)
+            return _through_experts(ops, mlp, x, came)
 
 
-def _through_experts(ops: Ops, mlp: Experts, x: Tensor) -> Tensor:
-    shape = mlp.experts
-    scores = through_linear(ops, mlp.router, x)
-    shares, chosen = ops.route(scores, shape, mlp.choice_bias)
-    given = x if mlp.into_latent is None else through_linear(ops, mlp.into_latent, x)
+def _through_experts(ops: Ops, mlp: Experts, x: Tensor, came: Tensor | None) -> Tensor:
+    shape, norms = mlp.experts, mlp.norms
+    if norms is None:
+        to_router = to_experts = x
+    else:
+        assert came is not None
+        to_router, to_experts = normed(ops, norms.router, came), normed(ops, norms.experts, came)
+    scores = through_linear(ops, mlp.router, to_router)
+    shares, chosen = ops.route(scores, shape, mlp.choice_bias, mlp.share_scales)
+    given = to_experts if mlp.into_latent is None else through_linear(ops, mlp.into_latent, to_experts)
     biases = {"gate_up_bias": mlp.gate_up_bias, "down_bias": mlp.down_bias}
     y = ops.experts(given, mlp.gate_up, mlp.down, shares, chosen, mlp.activation, gated=shape.gated, **biases)
     y = y if mlp.out_of_latent is None else through_linear(ops, mlp.out_of_latent, y)
+    y = y if norms is None else normed(ops, norms.after_experts, y)
     if mlp.shared is None:
         return y
     beside = through_mlp(ops, mlp.shared, x)
+    beside = beside if norms is None else normed(ops, norms.after_shared, beside)
     return y + (beside * scores[:, -1:].float().sigmoid().to(x.dtype) if shape.shared_gate else beside)
 
 
@@ -132,6 +142,7 @@ class Forward:
     ops: Ops
     angles: Angles
     memory: ForwardState
+    per_layer: Tensor | None = None  # [rows, n_layers, per_layer_width], where layers have an input of their own
 
     def layer(self, layer: AnyLayer, x: Tensor) -> Tensor:
         """Rows [rows, hidden] to rows of the same shape."""
@@ -144,13 +155,20 @@ class Forward:
             case Layer():
                 if layer.attention is not None or layer.mixer is not None:
                     x = x + normed(ops, layer.after_attention, self._mixed(layer, normed(ops, layer.attention_norm, x)))
-                if layer.mlp is None:
-                    return x
-                inner = through_mlp(ops, layer.mlp, normed(ops, layer.mlp_norm, x))
-                return x + normed(ops, layer.after_mlp, inner)
+                if layer.mlp is not None:
+                    inner = through_mlp(ops, layer.mlp, normed(ops, layer.mlp_norm, x), x)
+                    x = x + normed(ops, layer.after_mlp, inner)
+                if layer.per_layer is not None:
+                    x = x + self._per_layer(layer.per_layer, x)
+                return x if layer.out_scale is None else x * layer.out_scale.to(x.dtype)
             case PostNormLayer():
                 x = normed(ops, layer.attention_norm, x + self.attention(layer.attention, x))
                 return normed(ops, layer.mlp_norm, x + through_mlp(ops, layer.mlp, x))
+
+    def _per_layer(self, block: PerLayerInput, x: Tensor) -> Tensor:
+        assert self.per_layer is not None
+        gate = self.ops.activate(through_linear(self.ops, block.gate, x), block.activation)
+        return normed(self.ops, block.norm, through_linear(self.ops, block.out, gate * self.per_layer[:, block.layer]))
 
     def _mixed(self, layer: Layer, x: Tensor) -> Tensor:
         """What attention, a mixer or both make of rows."""
@@ -171,7 +189,8 @@ class Forward:
         queries, keys, values = s.qkv_widths
         q, k, v = torch.split(through_linear(ops, block.qkv, x), [queries, keys, values], -1)
         q, gate = _queries_and_gates(s, q)
-        k, v = k.view(len(x), -1, s.head_width), v.view(len(x), -1, s.value_width)
+        k, v = k.view(len(x), keys // s.head_width, s.head_width), v.view(len(x), keys // s.head_width, s.value_width)
+        v = normed(ops, block.v_norm, v)
         if s.qk_norm != "after_rope":
             q, k = self._qk_normed(block, q, k)
         if s.rope is not None:
@@ -181,7 +200,7 @@ class Forward:
         if s.temperature is not None:
             (factor,) = self.angles[s.temperature]
             q = q * factor.to(q.dtype)
-        seen = self.memory.attend(block, q, k, v)
+        seen = self.memory.attend(block, q, *((k, v) if s.kv_from is None else (None, None)))
         seen = seen if gate is None else seen * opened(gate, s.gate_activation)
         return through_linear(ops, block.out, seen.flatten(1))
 

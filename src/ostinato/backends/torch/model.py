@@ -48,25 +48,46 @@ class Model(LoadedModel):
 
         types int64 [rows], for models that tell two texts apart: 0, the first, unless given.
         """
-        return self.through(self.embed(tokens), positions, memory, types, rope_set)
+        return self.through(self.embed(tokens), positions, memory, types, rope_set, tokens=tokens)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens int64 [rows] to what the model takes in for them, [rows, hidden]."""
         x = rows_of(self.embedding, tokens, self.dtype)
         if self.shape.embedding_scale is not None:
-            # Rounded to the model's dtype first, as the models of this kind were trained.
-            x = x * torch.tensor(self.shape.embedding_scale, dtype=x.dtype, device=x.device)
+            x = x * _as(self.shape.embedding_scale, x)
         return x
 
     def through(
-        self, x: Tensor, positions: Tensor, memory: ForwardState, types: Tensor | None = None, rope_set: int = 0
+        self,
+        x: Tensor,
+        positions: Tensor,
+        memory: ForwardState,
+        types: Tensor | None = None,
+        rope_set: int = 0,
+        *,
+        tokens: Tensor | None = None,
     ) -> Tensor:
-        """Rows [rows, hidden], embedded tokens or given, to the last hidden rows; otherwise as `hidden`."""
+        """Rows [rows, hidden], embedded `tokens` or given, to the last hidden rows; otherwise as `hidden`."""
+        per_layer = self.per_layer_inputs(tokens, x)
         x = self.embed_inputs(x, positions, types)
         angles = self.angles(positions, rope_set)
         for layer in self.layers:
-            x = self.through_layer(layer, x, angles, memory)
+            x = self.through_layer(layer, x, angles, memory, per_layer)
         return self.final_norm(x)
+
+    def per_layer_inputs(self, tokens: Tensor | None, x: Tensor) -> Tensor | None:
+        """What each layer takes in besides of tokens and their embedded rows, [rows, n_layers, per_layer_width]."""
+        block = self.per_layer
+        if block is None:
+            return None
+        if tokens is None:
+            raise Unsupported(
+                f"{self.shape.family} has a second embedding of its tokens: rows cannot be given in place of tokens"
+            )
+        own = rows_of(block.embedding, tokens, self.dtype) * _as(block.scale, x)
+        size = (len(x), self.shape.n_layers, self.shape.per_layer_width)
+        projected = normed(self.ops, block.norm, through_linear(self.ops, block.project, x).view(size))
+        return (projected + own.view(size)) * _as(0.5**0.5, x)
 
     def embed_inputs(self, x: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
         """Embedded rows to what the first layer takes in."""
@@ -85,9 +106,11 @@ class Model(LoadedModel):
         kinds = dict.fromkeys(one.temperature for one in self.shape.attention.values() if one.temperature is not None)
         return {**turns, **{kind: (query_factor(positions, kind.scale, kind.span),) for kind in kinds}}
 
-    def through_layer(self, layer: AnyLayer, x: Tensor, angles: Angles, memory: ForwardState) -> Tensor:
+    def through_layer(
+        self, layer: AnyLayer, x: Tensor, angles: Angles, memory: ForwardState, per_layer: Tensor | None = None
+    ) -> Tensor:
         """Rows through one layer."""
-        return Forward(self.ops, angles, memory).layer(layer, x)
+        return Forward(self.ops, angles, memory, per_layer).layer(layer, x)
 
     def final_norm(self, x: Tensor) -> Tensor:
         """What the last layer gives to hidden rows, normalised."""
@@ -120,3 +143,8 @@ def through_head(head: Callable[[Tensor], Tensor], pooled: Floats) -> Floats:
     with torch.inference_mode():
         found: Floats = head(torch.from_numpy(pooled)[None])[0].cpu().numpy()
     return found
+
+
+def _as(factor: float, x: Tensor) -> Tensor:
+    """A factor rounded to the dtype of what it multiplies, as models with scaled embeddings were trained."""
+    return torch.tensor(factor, dtype=x.dtype, device=x.device)

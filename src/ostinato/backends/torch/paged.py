@@ -29,7 +29,7 @@ class PagedMemory:
     """The tensors: a KV store of whole pages where the model attends, and states of each slot where it recurs."""
 
     page_tokens: int
-    group_of: Mapping[int, int]  # for each layer that attends, the number of its page table
+    group_of: Mapping[int, int]  # for each layer that keeps keys and values, the number of its page table
     kv: KVStore | None
     states: StateStore | None
 
@@ -73,13 +73,14 @@ class PagedRows:
     n_seqs: int = 1
     n_planes: int = 1
 
-    def attend(self, block: AnyAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, block: AnyAttention, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         kv = self.memory.kv
         assert kv is not None
-        keys, values = kv.keys[block.layer], kv.values[block.layer]
-        cells = torch.from_numpy(self._cells(block.layer, self.start)).to(q.device)
-        keys.write(0, cells, k[: self.n])
-        values.write(0, cells, v[: self.n])
+        keys, values = kv.keys[block.kv_layer], kv.values[block.kv_layer]
+        if k is not None and v is not None:
+            cells = torch.from_numpy(self._cells(block.kv_layer, self.start)).to(q.device)
+            keys.write(0, cells, k[: self.n])
+            values.write(0, cells, v[: self.n])
         return self._attended(block, q, keys, values)
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
@@ -107,7 +108,7 @@ class RowMemory(PagedRows):
     seen: dict[tuple[int, int | None], slice | Tensor] = field(default_factory=dict)
 
     def _attended(self, block: AnyAttention, q: Tensor, keys: Half, values: AnyValues) -> Tensor:
-        layer, s = block.layer, block.shape
+        layer, s = block.kv_layer, block.shape
         window = s.window
         place = self.memory.group_of[layer], window
         if place not in self.seen:
@@ -122,7 +123,7 @@ class ChunkMemory(PagedRows):
     """Of a chunk of a prompt."""
 
     def _attended(self, block: AnyAttention, q: Tensor, keys: Half, values: AnyValues) -> Tensor:
-        s, seen = block.shape, torch.from_numpy(self._cells(block.layer, 0)).to(q.device)
+        s, seen = block.shape, torch.from_numpy(self._cells(block.kv_layer, 0)).to(q.device)
 
         def past(first: int, stop: int) -> tuple[Tensor, Tensor]:
             return keys.read(0, seen[first:stop], q.dtype), values.read(0, seen[first:stop], q.dtype)

@@ -83,16 +83,18 @@ class TorchStep(BlockStep):
         positions, pages = table["position"].tolist(), table["pages"].cpu().numpy()
         rope_sets = table["rope_set"].tolist()
         self._rows = [RowMemory(self._memory, model, slot, positions[slot], 1, pages[slot]) for slot in slots]
-        self._angles = []
+        self._angles, self._per_layer = [], []
         for row, memory in enumerate(self._rows):
             position = torch.tensor([memory.start], device=model.device)
             token = table["token"][memory.slot : memory.slot + 1].long()
-            self.x[row] = model.embed_inputs(model.embed(token), position)[0]
+            x = model.embed(token)
+            self._per_layer.append(model.per_layer_inputs(token, x))
+            self.x[row] = model.embed_inputs(x, position)[0]
             self._angles.append(model.angles(position, rope_sets[memory.slot]))
 
     def layer(self, layer: AnyLayer) -> None:
-        for row, (memory, angles) in enumerate(zip(self._rows, self._angles, strict=True)):
-            self.x[row] = self._model.through_layer(layer, self.x[row : row + 1], angles, memory)[0]
+        for row, given in enumerate(zip(self._angles, self._rows, self._per_layer, strict=True)):
+            self.x[row] = self._model.through_layer(layer, self.x[row : row + 1], *given)[0]
 
     def head(self) -> None:
         for row in range(len(self._rows)):

@@ -21,7 +21,6 @@ from ostinato.backends.torch.ops.rope import rope_torch
 from ostinato.backends.torch.ops.selective_scan import selective_scan_torch
 from ostinato.backends.torch.ops.ssd_scan import ssd_scan_torch
 from ostinato.backends.torch.weight import Weight
-from ostinato.models.shape import ExpertShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Ops:
     attention: Callable[..., Tensor] = attention_torch
     activate: Callable[..., Tensor] = activate_torch
     gated: Callable[..., Tensor] = gated_torch
-    route: Callable[[Tensor, ExpertShape, Tensor | None], tuple[Tensor, Tensor]] = route_torch
+    route: Callable[..., tuple[Tensor, Tensor]] = route_torch
     experts: Callable[..., Tensor] = experts_torch
     causal_conv: Callable[[Tensor, Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]] = causal_conv_torch
     selective_scan: Callable[..., tuple[Tensor, Tensor]] = selective_scan_torch

@@ -103,8 +103,9 @@ class EagerStages:
         if n_threads != torch.get_num_threads():
             torch.set_num_threads(n_threads)
         self._memory = replace(self._memory, before_layer=check)
+        tokens = graph.tokens if graph.embd is None else None
         rows_in = self.model.embed(graph.tokens) if graph.embd is None else graph.embd
-        hidden = self.model.through(rows_in, graph.positions, self._memory, graph.segments)
+        hidden = self.model.through(rows_in, graph.positions, self._memory, graph.segments, tokens=tokens)
         rows, self._computed = hidden[graph.output_rows], Computed()
         if len(rows):
             logits = self.model.logits(rows) if self.logits else None

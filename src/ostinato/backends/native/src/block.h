@@ -216,7 +216,7 @@ static inline void keep_best_groups(float* choice, const Router& r, float* stren
 // A row's scores to its experts and their shares; `scores` is used up, `choice` has room for two numbers of each expert.
 // Of equals the lower id is chosen. Scores that are no numbers still choose n_used different experts.
 static inline void route(
-    float* scores, const float* bias, const Router& r, float* choice, int* chosen, float* shares
+    float* scores, const float* bias, const float* scales, const Router& r, float* choice, int* chosen, float* shares
 ) {
     if (r.by_score) memcpy(choice, scores, r.n_experts * sizeof(float));
     probabilities(scores, r);
@@ -234,7 +234,10 @@ static inline void route(
         choice[best] = -INFINITY;
     }
     if (r.renormalise) kept = kept > LEAST_SUM ? kept : LEAST_SUM;
-    for (int k = 0; k < r.n_used; k++) shares[k] = (r.renormalise ? shares[k] / kept : shares[k]) * r.share_scale;
+    for (int k = 0; k < r.n_used; k++) {
+        shares[k] = (r.renormalise ? shares[k] / kept : shares[k]) * r.share_scale;
+        if (scales) shares[k] = shares[k] * scales[chosen[k]];
+    }
 }
 
 }  // namespace block

@@ -80,12 +80,18 @@ enum QkNorm { OF_HEADS, OF_ROWS, AFTER_ROPE };
 // post-norm layers (encoders) normalise the residual after the addition.
 struct Layer {
     block::Norm attention_norm, after_attention, attention_post_norm;
-    block::Norm mlp_norm, after_mlp, mlp_post_norm, q_norm, k_norm;
+    block::Norm mlp_norm, after_mlp, mlp_post_norm, q_norm, k_norm, v_norm;
+    // Of experts beside a dense block: of what router and experts take in, where mlp_norm is the dense block's alone;
+    // and of what each side gives.
+    block::Norm router_norm, experts_norm, after_experts, after_shared;
+    block::Norm after_part;  // of what a layer makes of its part of the second embedding
     Product qkv, out, gate_up, down, router;  // gate_up: up alone where there is no gate
     // Of experts: the block that every row goes through besides, and what leads into their latent space and out of it.
     Product shared_gate_up, shared_down, into_latent, out_of_latent;
+    Product part_gate, part_out;  // of a layer's part of the second embedding
     const Product* experts;     // gate_up and down of each in turn, or null
     const float* choice_bias;   // [experts], or null
+    const float* share_scales;  // [experts], or null
     const float* sinks;         // [heads], or null
     const Latent* latent;       // what leads into attention and out of it, in place of qkv; or null
     const Mixer* mixer;         // alone, or beside attention on the same input; or null
@@ -100,10 +106,12 @@ struct Layer {
     int n_heads, n_kv_heads, head_width, value_width;
     int gates;  // of `Gates`
     int gate_width, gate_activation;  // of a head: as wide as the head, or 1
+    int reads_kv;  // its keys and values are an earlier layer's: it has queries only
     int temperature_span;        // positions after which queries grow; 0: never
     float query_scale, softcap;  // 0: no cap
     float temperature;
     float attention_scale;       // of what goes into attention; 0: none
+    float out_scale;             // of what the layer gives; 0: none
 
     bool attends() const { return n_heads > 0; }
     const float* sink_of(int head) const { return sinks ? sinks + head : nullptr; }
@@ -113,7 +121,8 @@ struct Layer {
     int keys_at() const { return n_heads * (head_width + gate_width); }
     int gate_step() const { return gates == BEHIND_QUERY ? 2 * head_width : gate_width; }
     int gates_at() const { return gates == BEHIND_QUERY ? head_width : attended_width(); }
-    int qkv_width() const { return keys_at() + (latent ? 1 : 2) * n_kv_heads * head_width; }
+    int qkv_width() const { return keys_at() + (reads_kv ? 0 : latent ? 1 : 2) * n_kv_heads * head_width; }
+    bool has_own_norms() const { return router_norm.weight != nullptr; }
 };
 
 struct Rope {
@@ -130,17 +139,22 @@ struct Plan {
     block::Norm norm, embedding_norm;
     const float *position_embedding, *segment_embedding;  // [context][hidden] and [segments][hidden], or null
     Matrix embedding;
+    // The second embedding, of which every layer takes a part of `part_width`, and its product of the first one, each
+    // part of which is normed.
+    Matrix part_embedding;
+    Product part_project;
+    block::Norm part_norm;
     Product head;             // an encoder has none
     float* logits;            // [slots][vocab]
     float* last;              // [slots][hidden]: of each slot's prompt, the last row after the last layer
     unsigned char* scratch;   // as long as `scratch_bytes` says
-    int n_layers, n_ropes, hidden, widest_ff;
+    int n_layers, n_ropes, hidden, widest_ff, part_width;  // 0: there is no second embedding
     // Of experts: no shared block and no latent space where its width is 0.
     int shared_width, shared_gate, latent_width;
     int activation, kept, wide, n_threads, n_slots, max_pages, most_rows, n_tokens, wake;
     block::Router router;  // without experts where it has none
     int causal;  // else a row sees all rows of its part, which is a whole text
-    float logit_softcap, embedding_scale;  // 0: no cap, no scale
+    float logit_softcap, embedding_scale, part_scale;  // 0: no cap, no scale
 };
 
 // --- a chunk: the same structs in backends/native/plan.py ---
@@ -183,6 +197,7 @@ struct Pieces {
 // What one member keeps for itself.
 struct ThreadScratch {
     float *x, *row;          // [few rows][hidden]; [few rows][widest]
+    float* parts;            // a row of the second embedding
     float *queries, *partial;  // of a key head's group, or of a chunk's rows; what attention has seen
     unsigned char *inputs, *head_inputs, *sampler;  // head_inputs: of a head of latent attention, all rows
 };
@@ -207,6 +222,8 @@ struct ForwardPass {
     float *compressed, *expanded;
     float *x, *normed, *qkv, *attended, *out, *inside, *cos_sin, *block_partials, *block_mixed, *scores, *choices, *shares;
     float *expert_out, *latent, *shared_out;
+    float* parts_of_rows;  // [rows][layers][part_width]: of the second embedding
+    int parts_stride;
     float* first_logits;
     // Of experts: the expert of each (row, choice); the (row, choice) of each routed row; the inverse; the first routed
     // row of each expert.
@@ -251,6 +268,9 @@ struct ForwardPass {
         n_blocks = (p.max_pages * attention::PAGE + attention::BLOCK - 1) / attention::BLOCK;
         most_units = 2 * p.n_threads;
         widest = hidden_stride > attended_stride ? hidden_stride : attended_stride;
+        widest = at_least(widest, p.part_width);
+        inside_stride = at_least(inside_stride, p.part_width);
+        parts_stride = padded(p.n_layers * p.part_width);
         bool beside = false;  // whether a layer has both attention and a recurrent block
         into_stride = convolved_stride = selected_stride = steps_stride = 0;
         for (int i = 0; i < p.n_layers; i++)
@@ -304,6 +324,7 @@ struct ForwardPass {
         mixed = pieces.take<float>(beside ? size_t(rows) * hidden_stride : 0);
         compressed = pieces.take<float>(size_t(rows) * compressed_stride);
         expanded = pieces.take<float>(size_t(rows) * expanded_stride);
+        parts_of_rows = pieces.take<float>(size_t(rows) * parts_stride);
         first_logits = pieces.take<float>(p.head.rows);
         part_of = pieces.take<int>(rows);
         chunk_position = pieces.take<int>(rows);
@@ -313,6 +334,7 @@ struct ForwardPass {
             ThreadScratch mine;
             mine.x = pieces.take<float>(size_t(FEW_ROWS) * hidden_stride);
             mine.row = pieces.take<float>(size_t(FEW_ROWS) * widest);
+            mine.parts = pieces.take<float>(parts_stride);
             mine.queries = pieces.take<float>(size_t(queries) * head_width);
             mine.partial = pieces.take<float>(size_t(2) * attention::MOST_QUERIES * head_width);
             mine.inputs = pieces.take<unsigned char>(inputs_bytes(most_cols, FEW_ROWS));
@@ -382,11 +404,12 @@ struct ForwardPass {
     }
 
     // What a block has made of rows, and the norms on its way into the residual; `beside`: what another has made of the
-    // same input, or null.
+    // same input, or null. `scale`: of the residual in the end; 0: none.
     struct Gain {
         const float* rows;
         const block::Norm *after, *sum;
         const float* beside;
+        float scale;
     };
 
     // The residual gains what the last block made of it, and is normed for the next one.
@@ -424,6 +447,7 @@ struct ForwardPass {
         }
         block::add_to(at, more, plan.hidden);
         block::normed(*gained.sum, at, plan.hidden, at);
+        if (gained.scale != 0) block::scale_by(at, gained.scale, plan.hidden);
     }
 
     // --- products ---
@@ -508,6 +532,24 @@ struct ForwardPass {
             }
         });
         m.barrier();
+        if (plan.part_width) embed_parts(m);
+    }
+
+    // The parts of the second embedding, beside what a product makes of the first one.
+    void embed_parts(team::Member& m) {
+        const Inputs in = prepared(m, plan.hidden, [&](int row) { return residual(m, row); });
+        product(m, plan.part_project, in, parts_of_rows, parts_stride);
+        m.barrier();
+        const int width = plan.part_width, n = plan.n_layers * width;
+        m.each(n_rows, [&](int row) {
+            float *to = parts_of_rows + size_t(row) * parts_stride, *own_row = own[m.me].parts;
+            for (int at = 0; at < n; at += width) block::normed(plan.part_norm, to + at, width, to + at);
+            row_of(plan.part_embedding, token_of(row), own_row);
+            block::scale_by(own_row, plan.part_scale, n);
+            block::add_to(to, own_row, n);
+            block::scale_by(to, 0.70710678f, n);
+        });
+        m.barrier();
     }
 
     void through(team::Member& m) {
@@ -517,12 +559,14 @@ struct ForwardPass {
             const Layer& layer = plan.layers[i];
             if (layer.attends() || layer.mixer) gained = mix_rows(m, layer, gained);
             if (layer.ff_width) {
-                const Inputs in =
-                    layer.parallel ? parallel_block(m, gained, layer.mlp_norm) : next_block(m, gained, layer.mlp_norm);
+                const block::Norm& norm = layer.has_own_norms() ? layer.router_norm : layer.mlp_norm;
+                const Inputs in = layer.parallel ? parallel_block(m, gained, norm) : next_block(m, gained, norm);
                 if (layer.experts) mlp_experts(m, layer, in);
                 else mlp(m, layer, in);
-                gained = {out, &layer.after_mlp, &layer.mlp_post_norm, nullptr};
+                gained = {out, &layer.after_mlp, &layer.mlp_post_norm, nullptr, 0};
             }
+            if (plan.part_width) gained = through_part(m, layer, i, gained);
+            gained.scale = layer.out_scale;
         }
         finish_rows(m, gained);
     }
@@ -533,7 +577,7 @@ struct ForwardPass {
         const float scale = layer.attends() ? layer.attention_scale : mixer->input_scale;
         const Inputs in = next_block(m, gained, layer.attention_norm, scale);
         const float* beside = layer.attends() && mixer ? mixed : nullptr;
-        const Gain made{out, &layer.after_attention, &layer.attention_post_norm, beside};
+        const Gain made{out, &layer.after_attention, &layer.attention_post_norm, beside, 0};
         if (!layer.attends()) {
             recur(m, *mixer, in, out);
             return made;
@@ -617,6 +661,24 @@ struct ForwardPass {
         const Inputs in = inputs_over(own[m.me].head_inputs, cols, n_rows, plan.wide != 0);
         for (int row = 0; row < n_rows; row++) prepare(in, row_of_input(row), 0, row, row + 1);
         tiles_of(w, in, n_rows, to, stride, 0, n_tiles(w));
+    }
+
+    // What a layer makes of its part of the second embedding.
+    Gain through_part(team::Member& m, const Layer& layer, int number, const Gain& gained) {
+        static constexpr block::Norm none{};
+        const int width = plan.part_width;
+        product(m, layer.part_gate, next_block(m, gained, none), inside, inside_stride);
+        m.barrier();
+        const Inputs in = prepared(m, width, [&](int row) {
+            float* to = normed_row(m, row);
+            memcpy(to, inside + size_t(row) * inside_stride, width * sizeof(float));
+            block::activate(to, width, plan.activation);
+            block::multiply_by(to, parts_of_rows + size_t(row) * parts_stride + size_t(number) * width, width);
+            return to;
+        });
+        product(m, layer.part_out, in, out, hidden_stride);
+        m.barrier();
+        return {out, &layer.after_part, &none, nullptr, 0};
     }
 
     void mlp(team::Member& m, const Layer& layer, const Inputs& in) {
@@ -763,10 +825,13 @@ struct ForwardPass {
 
     // A row's key and value of one head into its page.
     void keep(const Layer& layer, int row, const attention::Past& past) const {
+        if (layer.reads_kv) return;
         const int width = layer.head_width;
         float* key = qkv + size_t(row) * qkv_stride + layer.keys_at() + size_t(past.kv) * width;
+        float* value = key + size_t(layer.n_kv_heads) * width;
         turn(layer, row, layer.k_norm, key);
-        attention::append(past, position_of(row), key, key + size_t(layer.n_kv_heads) * width);
+        block::normed(layer.v_norm, value, width, value);
+        attention::append(past, position_of(row), key, value);
     }
 
     // Rows of different sequences. The member that has the last block of a row and key head first stores the row's own
@@ -1141,13 +1206,18 @@ struct ForwardPass {
         if (plan.latent_width) product(m, layer.into_latent, in, latent, latent_stride);
         m.barrier();
         m.each(n_rows, [&](int row) {
-            block::route(scores + size_t(row) * scores_stride, layer.choice_bias, plan.router,
+            block::route(scores + size_t(row) * scores_stride, layer.choice_bias, layer.share_scales, plan.router,
                          choices + size_t(2) * row * plan.router.n_experts, chosen + row * n_used, shares + row * n_used);
         });
         // Last of all that reads `in`: its rows are prepared in the same memory.
-        if (plan.shared_width)
-            feed_forward(m, layer, layer.shared_gate_up, layer.shared_down, plan.shared_width, in, shared_out);
-        else m.barrier();
+        if (plan.shared_width) {
+            const Inputs beside = layer.has_own_norms() ? next_block(m, {}, layer.mlp_norm) : in;
+            feed_forward(m, layer, layer.shared_gate_up, layer.shared_down, plan.shared_width, beside, shared_out);
+        } else m.barrier();
+        if (layer.has_own_norms())
+            each_row(m, [&](int row) {
+                block::normed(layer.experts_norm, residual(m, row), plan.hidden, normed_row(m, row));
+            });
         if (m.me == 0) sort_by_expert();
         m.barrier();
         by_taker(m, n_takers, cols, [&](int i) {
@@ -1171,7 +1241,10 @@ struct ForwardPass {
         m.barrier();
         m.each(n_rows, [&](int row) {
             if (plan.latent_width) return sum_experts(row, latent + size_t(row) * latent_stride);
-            sum_experts(row, out + size_t(row) * hidden_stride);
+            float *to = out + size_t(row) * hidden_stride, *beside = shared_out + size_t(row) * hidden_stride;
+            sum_experts(row, to);
+            block::normed(layer.after_experts, to, plan.hidden, to);
+            if (plan.shared_width) block::normed(layer.after_shared, beside, plan.hidden, beside);
             add_shared(row);
         });
         m.barrier();

@@ -52,7 +52,7 @@ void ostinato_first(loop::Loop* opened, int slot) { opened->run_first(slot); }
 void ostinato_route(
     const block::Router* router, float* scores, const float* bias, float* choice, int* chosen, float* shares
 ) {
-    block::route(scores, bias, *router, choice, chosen, shares);
+    block::route(scores, bias, nullptr, *router, choice, chosen, shares);
 }
 
 // Ownership of the team, for a caller that runs several jobs between two steps of the loop.

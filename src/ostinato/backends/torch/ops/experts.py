@@ -16,14 +16,17 @@ from ostinato.models.shape import Activation, ExpertShape
 LEAST_SUM: Final = 1e-20  # what shares are divided by at least: sigmoids of very low scores are all 0
 
 
-def route_torch(scores: Tensor, experts: ExpertShape, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route_torch(
+    scores: Tensor, experts: ExpertShape, bias: Tensor | None = None, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Router scores [rows, n_scores] to (shares, expert ids), each [rows, n_used]; shares are float32.
 
-    `bias` [n_experts] takes part in the choice alone. Of equals the lower id is chosen, the likeliest comes first.
+    `bias` [n_experts] takes part in the choice alone, `scales` [n_experts] in the shares alone. Of equals the lower id
+    is chosen, the likeliest comes first.
     """
     probabilities = probabilities_torch(scores, experts)
     chosen = _largest(_of_best_groups(choice_torch(scores, probabilities, experts, bias), experts), experts.n_used)
-    return shares_torch(probabilities, chosen, experts), chosen
+    return shares_torch(probabilities, chosen, experts, scales), chosen
 
 
 def probabilities_torch(scores: Tensor, experts: ExpertShape) -> Tensor:
@@ -50,12 +53,13 @@ def _of_best_groups(choice: Tensor, experts: ExpertShape) -> Tensor:
     return by_group.masked_fill(~best[..., None], -torch.inf).flatten(-2)
 
 
-def shares_torch(probabilities: Tensor, chosen: Tensor, experts: ExpertShape) -> Tensor:
+def shares_torch(probabilities: Tensor, chosen: Tensor, experts: ExpertShape, scales: Tensor | None = None) -> Tensor:
     """How much a row takes of each of its experts, float32 [rows, n_used]."""
     shares = probabilities.gather(-1, chosen)
     if experts.renormalise:
         shares = shares / shares.sum(-1, keepdim=True).clamp(min=LEAST_SUM)
-    return shares * experts.share_scale
+    shares = shares * experts.share_scale
+    return shares if scales is None else shares * scales[chosen]
 
 
 def _largest(x: Tensor, n: int) -> Tensor:

@@ -61,12 +61,13 @@ class KVPart:
             )
         return KVPart(store, tuple(views))
 
-    def attend(self, ops: Ops, block: AnyAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        s, keys, values = block.shape, self.store.keys[block.layer], self.store.values[block.layer]
+    def attend(self, ops: Ops, block: AnyAttention, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
+        s, keys, values = block.shape, self.store.keys[block.kv_layer], self.store.values[block.kv_layer]
         seen = []
         for view in self.views:
-            keys.write(view.stream, view.written, k[view.rows])
-            values.write(view.stream, view.written, v[view.rows])
+            if k is not None and v is not None:
+                keys.write(view.stream, view.written, k[view.rows])
+                values.write(view.stream, view.written, v[view.rows])
             past = (half.read(view.stream, view.seen, q.dtype) for half in (keys, values))
             how = {"scale": s.query_scale, "softcap": s.softcap, "sinks": block.sinks}
             seen.append(ops.attention(q[view.rows], *past, view.mask, **how))
@@ -102,7 +103,7 @@ class EncoderPart:
             seen &= np.abs(positions[:, None] - positions) < window
         return EncoderPart(None if seen.all() else torch.from_numpy(seen).to(device))
 
-    def attend(self, ops: Ops, block: AnyAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, ops: Ops, block: AnyAttention, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         s = block.shape
         return ops.attention(q, k, v, self.mask, scale=s.query_scale, softcap=s.softcap, sinks=block.sinks)
 
@@ -124,9 +125,9 @@ class ForwardMemory:
     def n_planes(self) -> int:
         return 1 if self.states_store is None else self.states_store.planes
 
-    def attend(self, block: AnyAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, block: AnyAttention, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         self.before_layer()
-        return self.parts[self.part_of[block.layer]].attend(self.ops, block, q, k, v)
+        return self.parts[self.part_of[block.kv_layer]].attend(self.ops, block, q, k, v)
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
         self.before_layer()
