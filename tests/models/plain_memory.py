@@ -33,6 +33,8 @@ class PlainMemory:
     def attend(self, block: AnyAttention, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         layer, scale, softcap = block.kv_layer, block.shape.query_scale, block.shape.softcap
         if not self.shape.causal:
+            assert k is not None
+            assert v is not None
             apart = (torch.arange(len(q))[:, None] - torch.arange(len(q))).abs()
             near = None if block.shape.window is None else apart < block.shape.window
             return attention_torch(q, k, v, near, scale=scale, softcap=softcap)

@@ -113,8 +113,10 @@ class _Row:
     values: dict[int, Tensor] = field(default_factory=dict)
     kept: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
-    def attend(self, block: AnyAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, block: AnyAttention, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         layer, scale = block.layer, block.shape.query_scale
+        assert k is not None
+        assert v is not None
         assert block.shape.softcap is None
         self.keys[layer], self.values[layer] = k[0], v[0]
         sights = self._sights(layer)

@@ -83,9 +83,11 @@ class StepMemory:
     attention: StepAttention | None
     n_planes: int = 1
 
-    def attend(self, block: AnyAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, block: AnyAttention, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         attention = self.attention
         assert attention is not None
+        assert k is not None
+        assert v is not None
         heads = attention.heads[block.layer]
         columns(attention.qkv, heads.n_columns).copy_(torch.cat((q, k, v), 1).flatten(1))
         attention.launches[block.layer]()
