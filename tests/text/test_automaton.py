@@ -270,6 +270,94 @@ def test_masks_of_wild_schemas_are_those_of_the_oracle(schema: dict[str, Any], s
     agrees(whole, seed)
 
 
+def keyword_schemas(depth: int = 2) -> st.SearchStrategy[Any]:
+    """Every keyword that the oracle implements, with bounds that are written out and bounds that count."""
+    size = st.sampled_from([0, 1, 2, 5, 12, 13, 14, 40, 300])
+    patterns = st.sampled_from(
+        [
+            "^[a-c]{2,4}$",
+            "a",
+            "^a.*b$",
+            "^(ja|nein)",
+            "[0-9]{3}$",
+            r"^\d{1,30}(-\w{15,20})?$",
+            '^[^"x]+$',
+            "^é*$",
+            r"\s",
+        ]
+    )
+    scalars: list[st.SearchStrategy[Any]] = [
+        st.booleans(),
+        st.sampled_from(
+            [{}, {"type": "null"}, {"type": "boolean"}, {"$ref": "#/$defs/node"}, {"$ref": "#/$defs/name"}]
+        ),
+        st.fixed_dictionaries(
+            {"type": st.sampled_from(["string", ["string", "null"]])},
+            optional={
+                "minLength": size,
+                "maxLength": size,
+                "pattern": patterns,
+                "format": st.sampled_from(["date", "uuid", "ipv4", "hostname", "email"]),
+            },
+        ),
+        st.fixed_dictionaries(
+            {"type": st.sampled_from(["number", "integer"])},
+            optional={
+                "minimum": st.sampled_from([-10, 0, 1.5]),
+                "exclusiveMaximum": st.sampled_from([7, 10.25, 1000]),
+                "multipleOf": st.sampled_from([2, 0.5]),
+            },
+        ),
+        st.sampled_from([1, 1.5, -0.0, "a", 'q"\n\\', None, True, [1, "b"], {"k": 1}, {}, []]).map(
+            lambda v: {"const": v}
+        ),
+        st.lists(st.sampled_from([1, 12, "a", "ab", None, [1], {"k": "v"}]), min_size=1, max_size=4).map(
+            lambda values: {"enum": values}
+        ),
+    ]
+    if depth == 0:
+        return st.one_of(scalars)
+    inner = keyword_schemas(depth - 1)
+    names = st.sampled_from(["a", "ab", "b", "k", 'q"', "é", ""])
+    some = st.lists(inner, min_size=1, max_size=3)
+    objects = st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.just("object"),
+            "properties": st.dictionaries(names, inner, max_size=4),
+            "required": st.lists(names, max_size=3, unique=True),
+            "additionalProperties": inner,
+            "patternProperties": st.dictionaries(st.sampled_from(["^a", "^k$", "z{2}"]), inner, max_size=2),
+            "minProperties": st.integers(0, 3),
+            "maxProperties": st.integers(0, 20),
+        },
+    )
+    arrays = st.fixed_dictionaries(
+        {"type": st.just("array")},
+        optional={"items": inner, "prefixItems": some, "minItems": size, "maxItems": size},
+    )
+    old_arrays = st.tuples(some, inner).map(lambda v: {"type": "array", "items": v[0], "additionalItems": v[1]})
+    several = st.tuples(st.sampled_from(["anyOf", "oneOf", "allOf"]), some, st.one_of(st.just({}), objects)).map(
+        lambda v: {**v[2], v[0]: v[1]}
+    )
+    return st.one_of(*scalars, objects, objects, arrays, old_arrays, several)
+
+
+DEFINITIONS = {"node": NODE, "name": {"type": "string", "maxLength": 20}}
+
+
+@pytest.mark.soak
+@settings(max_examples=soak(3000, part=20), deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    schema=keyword_schemas(),
+    draft=st.sampled_from([None, "http://json-schema.org/draft-07/schema#"]),
+    seed=st.integers(0, 2**32),
+)
+def test_masks_of_every_keyword_are_those_of_the_oracle(schema: Any, draft: str | None, seed: int) -> None:
+    whole = {"properties": {"x": schema}, "required": ["x"]} if isinstance(schema, bool) else schema
+    agrees({**whole, "$defs": DEFINITIONS, **({} if draft is None else {"$schema": draft})}, seed)
+
+
 @pytest.mark.soak
 @settings(max_examples=soak(2000, part=12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
@@ -312,6 +400,16 @@ def test_a_bounded_repeat_counts_and_is_not_written_out() -> None:
     for length, fits in ((1989, False), (1990, True), (5000, True), (5001, False)):
         for character in ("a", "é", "\\n", "😀", "\\u001f"):
             assert accepts(made, f'"{character * length}"') is fits, (length, character)
+
+
+@pytest.mark.parametrize("length", [13, 49, 300])
+def test_a_text_that_cannot_become_long_enough_is_refused_or_ends_in_time(length: int) -> None:
+    with pytest.raises(BadOption, match="no text satisfies it"):
+        of_schema({"type": "string", "format": "date", "minLength": length})
+    made = of_schema({"type": "string", "pattern": "^(abc)*$", "maxLength": length})
+    fits = length // 3
+    assert accepts(made, f'"{"abc" * fits}"')
+    assert not tiny().masks(made).take_bytes(tiny().masks(made).begin(), f'"{"abc" * fits}a'.encode())
 
 
 def test_counters_of_nested_arrays_are_apart() -> None:

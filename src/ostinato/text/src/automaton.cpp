@@ -70,7 +70,6 @@ class Compiler {
     explore(root_);
     mark_live();
     if (!state(root_).live) throw Refused("no text satisfies it");
-    check_counters();
     number();
     check_returns();
     return written();
@@ -270,48 +269,67 @@ class Compiler {
 
   // A state is live if a text leads from it to the end. A call needs the callee and what follows.
   void mark_live() {
+    for (int id : spread([&](int id) { return x_[id].nullable; }, true)) states_[id].live = true;
+    bool counters = false;
+    for (int id : order_) counters |= states_[id].limit != 0;
+    if (counters) check_counters();
+  }
+
+  // The states that hold, or that have an edge to one that does (or, with `at_limit`, whose state at the limit does).
+  template <class Holds>
+  std::vector<int> spread(Holds holds, bool at_limit) {
     std::vector<std::vector<int>> users(states_.size());
+    std::vector<bool> found(states_.size());
     std::vector<int> todo;
-    auto is_live = [&](int id) {
-      State& s = states_[id];
-      if (x_[id].nullable || (s.limit && states_[s.reached].live)) return true;
-      for (const Edge& e : s.edges)
-        if (states_[e.target].live && (!(e.bits & EDGE_CALL) || states_[e.back].live)) return true;
-      for (auto& [token, target] : s.tokens)
-        if (states_[target].live) return true;
-      return false;
-    };
     for (int id : order_) {
-      State& s = states_[id];
+      const State& s = states_[id];
       for (const Edge& e : s.edges) {
         users[e.target].push_back(id);
         if (e.bits & EDGE_CALL) users[e.back].push_back(id);
       }
       for (auto& [token, target] : s.tokens) users[target].push_back(id);
-      if (s.limit) users[s.reached].push_back(id);
-      if (x_[id].nullable) {
-        s.live = true;
-        todo.push_back(id);
-      }
+      if (s.limit && at_limit) users[s.reached].push_back(id);
+      if (!holds(id)) continue;
+      found[id] = true;
+      todo.push_back(id);
     }
-    while (!todo.empty()) {
-      int id = todo.back();
-      todo.pop_back();
-      for (int user : users[id]) {
-        if (states_[user].live || !is_live(user)) continue;
-        states_[user].live = true;
+    auto leads = [&](int id) {
+      const State& s = states_[id];
+      if (at_limit && s.limit && found[s.reached]) return true;
+      for (const Edge& e : s.edges)
+        if (found[e.target] && (!(e.bits & EDGE_CALL) || found[e.back])) return true;
+      for (auto& [token, target] : s.tokens)
+        if (found[target]) return true;
+      return false;
+    };
+    for (size_t i = 0; i < todo.size(); ++i) {
+      for (int user : users[todo[i]]) {
+        if (found[user] || !leads(user)) continue;
+        found[user] = true;
         todo.push_back(user);
       }
     }
+    return todo;
   }
 
-  // Whether a state is live must not depend on its counter: then every allowed byte can be continued to the end.
+  // Whether a state is live must not depend on its counter: its state at the limit is live if it is, and from every live
+  // state edges lead to the end, or to a live state with a higher count. Then every allowed byte can be completed.
   void check_counters() {
+    auto progresses = [&](int id) {
+      if (x_[id].nullable) return true;
+      for (const Edge& e : states_[id].edges) {
+        bool counts = e.bits & COUNT_ADD || (e.bits & EDGE_CALL && e.back_bits & COUNT_ADD);
+        if (counts && states_[e.target].live && (!(e.bits & EDGE_CALL) || states_[e.back].live)) return true;
+      }
+      return false;
+    };
+    size_t n_live = 0;
     for (int id : order_) {
-      State& s = states_[id];
-      if (!s.limit || s.live == states_[s.reached].live) continue;
-      throw CountersClash();
+      const State& s = states_[id];
+      n_live += s.live;
+      if (s.limit && s.live != states_[s.reached].live) throw CountersClash();
     }
+    if (spread(progresses, false).size() != n_live) throw CountersClash();
   }
 
   void number() {
