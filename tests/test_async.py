@@ -13,6 +13,8 @@ import pytest
 
 from ostinato import LLM, AsyncLLM, Completion, Sampling
 from ostinato.errors import BadInput, BadOption, QueueFull
+from ostinato.text.reasoning import Channels
+from tests.cli import tiny_model
 
 SHORT = Sampling(max_tokens=6, temperature=0.9, seed=3, ignore_eos=True)
 ENDLESS = Sampling(ignore_eos=True)
@@ -50,6 +52,7 @@ async def until_idle(llm: LLM) -> None:
 async def last(stream: AsyncIterator[Any]) -> Completion:
     pieces = [piece async for piece in stream]
     assert "".join(piece.text for piece in pieces) == pieces[-1].completion.text
+    assert "".join(piece.reasoning for piece in pieces) == pieces[-1].completion.reasoning
     made: Completion = pieces[-1].completion
     return made
 
@@ -69,6 +72,21 @@ def test_an_answer_is_that_of_the_synchronous_call(tiny_gguf: Path, tiny_llm: LL
             assert await llm.token_logprobs([5, 6, 7]) == tiny_llm.token_logprobs([5, 6, 7])
             np.testing.assert_array_equal(await llm.embed("the sea"), tiny_llm.embed("the sea"))
             assert llm.llm.tokenize("the sea") == tiny_llm.tokenize("the sea")
+
+    run(work)
+
+
+def test_a_chat_with_a_model_of_channels_separates_reasoning_and_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Channels, "before", lambda _, sampling, prompt: sampling)
+    path = tiny_model.write(tmp_path / "channels.gguf", change=tiny_model.of_channels)
+
+    async def work() -> None:
+        async with AsyncLLM(path, device="cpu", context=512) as llm:
+            sampling = Sampling(grammar=tiny_model.script(llm.llm.tokenizer, tiny_model.CHANNELS))
+            for answer in (await llm.chat("hi", sampling), await last(llm.stream_chat("hi", sampling))):
+                assert (answer.text, answer.reasoning) == ("Yes.", "hm, so")
 
     run(work)
 

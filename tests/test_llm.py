@@ -23,6 +23,10 @@ from ostinato.backends.base import Settled
 from ostinato.engine.choose import choose
 from ostinato.engine.engine import Engine
 from ostinato.errors import BadFile, BadInput, BadOption, HardwareCannot, InvalidBatch, QueueFull, Unsupported
+from ostinato.text.channels import MARKERS
+from ostinato.text.reasoning import Channels
+from tests.cli import tiny_model
+from tests.cli.tiny_model import CHANNELS
 from tests.models import tiny
 
 GREEDY = Sampling(max_tokens=10, temperature=0, ignore_eos=True)
@@ -579,3 +583,86 @@ def test_activations_with_an_arithmetic_of_their_own_are_told_apart(
     settled = SimpleNamespace(backend=backend, weights=weights, activations=activations)
     llm = cast(LLM, SimpleNamespace(_settled=settled))
     assert LLM.activations.fget(llm) == told  # type: ignore[attr-defined]  # a property
+
+
+# Models that write their reasoning as messages of their own
+
+
+@pytest.fixture(scope="module")
+def of_channels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    path = tiny_model.write(tmp_path_factory.mktemp("tiny") / "channels.gguf", change=tiny_model.of_channels)
+    with LLM(path, device="cpu", context=512, slots=2) as llm:
+        yield llm
+
+
+def saying(llm: LLM, text: str, monkeypatch: pytest.MonkeyPatch) -> Sampling:
+    """A sampling whose answer is a text with its markers."""
+    monkeypatch.setattr(Channels, "before", lambda _, sampling, prompt: sampling)
+    return Sampling(grammar=tiny_model.script(llm.tokenizer, text))
+
+
+def test_a_chat_with_a_model_of_channels_separates_reasoning_and_answer(
+    of_channels: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = saying(of_channels, CHANNELS, monkeypatch)
+    one = of_channels.chat("hi", sampling)
+    assert (one.text, one.reasoning, one.finish_reason) == ("Yes.", "hm, so", "stop")
+    assert of_channels.tokenizer.decode(one.token_ids[:-1], special=True) == CHANNELS
+    pieces = list(of_channels.stream_chat("hi", sampling))
+    assert "".join(piece.text for piece in pieces) == "Yes."
+    assert "".join(piece.reasoning for piece in pieces) == "hm, so"
+    assert not any(piece.text and piece.reasoning for piece in pieces)
+    assert pieces[-1].completion is not None
+    assert (pieces[-1].completion.text, pieces[-1].completion.reasoning) == ("Yes.", "hm, so")
+    several = of_channels.chat(["hi", "ho"], sampling)
+    assert [(each.text, each.reasoning) for each in several] == [("Yes.", "hm, so")] * 2
+    assert pickle.loads(pickle.dumps(one)).reasoning == "hm, so"
+    raw = of_channels.generate(list(one.prompt_ids), sampling)
+    assert (raw.text, raw.reasoning) == ("analysishm, soassistantfinalYes.", "")
+    assert raw.digest == one.digest
+
+
+def test_reasoning_that_is_cut_is_no_answer_and_what_has_no_header_is_one(
+    of_channels: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = saying(of_channels, CHANNELS, monkeypatch)
+    cut = of_channels.chat("hi", dataclasses.replace(sampling, max_tokens=14))
+    assert cut.finish_reason == "length"
+    assert cut.text == ""
+    assert cut.reasoning
+    assert "hm, so".startswith(cut.reasoning)
+    stopped = of_channels.chat("hi", dataclasses.replace(sampling, stop=("s.",)))
+    assert (stopped.text, stopped.reasoning) == ("Ye", "hm, so")
+    plain = of_channels.chat("hi", saying(of_channels, "Yes.", monkeypatch))
+    assert (plain.text, plain.reasoning) == ("Yes.", "")
+
+
+def test_a_call_of_a_model_of_channels_stands_in_the_text(of_channels: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.look json<|message|>{"at": 1}'
+    answer = of_channels.chat("hi", saying(of_channels, thought + call, monkeypatch))
+    assert answer.reasoning == "hm"
+    header = "<|start|>assistant to=functions.look<|channel|>commentary json<|message|>"
+    assert answer.text == f'{header}{{"at": 1}}'
+
+
+def test_a_rule_is_for_the_message_that_answers(of_channels: LLM) -> None:
+    ids = of_channels.tokenizer.control_ids(MARKERS)
+    letter = of_channels.tokenize("a", bos=False)[0]  # of `analysis`, and then of the reasoning, which `<|end|>` ends
+    for bias in (50, -50):
+        answer = of_channels.chat("hi", Sampling(choice=("blue", "red"), logit_bias={letter: bias, ids["<|end|>"]: 90}))
+        assert answer.text in ("blue", "red")
+        assert (answer.reasoning, answer.finish_reason) == ("", "stop")
+        shown = of_channels.tokenizer.decode(answer.token_ids, special=True)
+        assert ("<|channel|>analysis<|message|>" in shown) == (bias > 0)
+        assert f"<|channel|>final<|message|>{answer.text}" in shown
+
+
+def test_the_reasoning_of_other_models_stays_in_the_text(tmp_path: Path) -> None:
+    def change(metadata: dict[str, Any]) -> None:
+        metadata["tokenizer.chat_template"].value += "{# <think></think> #}"
+
+    text = "<think>hm</think>Yes."
+    with LLM(tiny_model.write(tmp_path / "tiny.gguf", context=256, change=change), device="cpu") as llm:
+        answer = llm.chat("hi", Sampling(choice=(text,)))
+    assert (answer.text, answer.reasoning) == (text, "")

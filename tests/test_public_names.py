@@ -36,6 +36,7 @@ COMPLETION = [
     "seed",
     "cached_tokens",
     "digest",
+    "reasoning",
 ]
 SAMPLING = [
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",

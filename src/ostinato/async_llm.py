@@ -229,7 +229,7 @@ class AsyncLLM:
     ) -> list[Completion]:
         """Answers to prompts that run together, in order; all prompts are checked first."""
         llm = self._here()
-        checked: Checked = await self._in(self._prompts, lambda: llm._checked(ids(llm), sampling))
+        checked: Checked = await self._in(self._prompts, lambda: llm._checked(ids(llm), sampling, fresh=fresh))
         done: dict[int, Completion] = {}
         async with aclosing(self._pieces(checked, fresh=fresh, wait=True)) as pieces:
             async for number, piece in pieces:
@@ -241,7 +241,7 @@ class AsyncLLM:
         self, ids: Callable[[LLM], list[list[int]]], sampling: Sampling | None, *, fresh: bool
     ) -> AsyncGenerator[Piece, None]:
         llm = self._here()
-        checked: Checked = await self._in(self._prompts, lambda: llm._checked(ids(llm), sampling))
+        checked: Checked = await self._in(self._prompts, lambda: llm._checked(ids(llm), sampling, fresh=fresh))
         async with aclosing(self._pieces(checked, fresh=fresh, wait=False)) as pieces:
             async for _, piece in pieces:
                 yield piece
@@ -263,7 +263,7 @@ class AsyncLLM:
                         is_full = True  # until one of these ends
                         break
                     spec, sampling = checked[n_put]
-                    running[n_put] = Answer(llm._origin, spec.prompt, sampling, request, fresh=fresh)
+                    running[n_put] = llm._answer(spec, sampling, request, fresh=fresh)
                     n_put += 1
                 while (heard := box.take()) is None:
                     await box.look()

@@ -72,6 +72,7 @@ from ostinato.options import (
 from ostinato.processes import OpenedHere
 from ostinato.text.grammar import Grammars
 from ostinato.text.of_checkpoint import template_of, tokenizer_of
+from ostinato.text.reasoning import Channels, Reasoning
 from ostinato.text.retrieval import forms_of
 from ostinato.text.template import ChatTemplate
 
@@ -212,6 +213,8 @@ class LLM:
         self.tokenizer = tokenizer_of(self._checkpoint)
         self.template = template_of(self._checkpoint, self.tokenizer)
         self.retrieval = forms_of(self._checkpoint)
+        reasoning = Reasoning.for_template(self.template, self.tokenizer)
+        self._channels = reasoning if isinstance(reasoning, Channels) else None  # other reasoning stays in the text
 
     def __repr__(self) -> str:
         if self._closed:
@@ -349,7 +352,8 @@ class LLM:
             template_options: variables of the template, such as `tools` or `enable_thinking`.
 
         Returns:
-            A `Completion`, or a list of them in the order of the conversations.
+            A `Completion`, or a list of them in the order of the conversations. If the model writes its reasoning as
+            messages of their own, as gpt-oss does, the text is the answer alone, and the reasoning is beside it.
 
         Raises:
             Unsupported: the model has no chat template.
@@ -378,7 +382,8 @@ class LLM:
             template_options: variables of the template, such as `tools` or `enable_thinking`.
 
         Returns:
-            Pieces, as from `stream`; it raises what `chat` and `stream` raise.
+            Pieces, as from `stream`, each with a part of the answer or of the reasoning; it raises what `chat` and
+            `stream` raise.
         """
         check_chat("stream_chat(messages", sampling, template_options)
         ids = self.chat_ids(messages, **template_options)
@@ -836,23 +841,32 @@ class LLM:
     def _stream_ids(self, prompt: list[int], sampling: Sampling | None, *, reuse: bool, fresh: bool) -> Iterator[Piece]:
         """`fresh`: the answer is a text of its own, not a continuation of the prompt."""
         # Checked here, not at the first piece: a bad prompt is refused by the call.
-        checked = self._checked([prompt], sampling, reuse=reuse)
+        checked = self._checked([prompt], sampling, reuse=reuse, fresh=fresh)
         return (piece for _, piece in self._pieces(checked, fresh=fresh, wait=False))
 
     def _complete(self, prompts: list[list[int]], sampling: Sampling | None, *, fresh: bool) -> list[Completion]:
         """Answers to prompts that run together, in order; all prompts are checked first."""
-        pieces = self._pieces(self._checked(prompts, sampling), fresh=fresh, wait=True)
+        pieces = self._pieces(self._checked(prompts, sampling, fresh=fresh), fresh=fresh, wait=True)
         done = {number: piece.completion for number, piece in pieces if piece.completion is not None}
         return [done[number] for number in range(len(prompts))]
 
     def _checked(
-        self, prompts: list[list[int]], sampling: Sampling | None, *, reuse: bool = False
+        self, prompts: list[list[int]], sampling: Sampling | None, *, reuse: bool = False, fresh: bool
     ) -> list[tuple[RequestSpec, Sampling]]:
         """Checked requests, and the sampling of each, with a seed of its own."""
         self._check_usable()
         complete = [self._with_defaults(sampling) for _ in prompts]
+        if fresh and self._channels is not None:  # a rule is for the message that answers
+            complete = [self._channels.before(one, prompt="") for one in complete]
         specs = [self._engine.check(*asked, resume=reuse, keep=True) for asked in zip(prompts, complete, strict=True)]
         return list(zip(specs, complete, strict=True))
+
+    def _answer(self, spec: RequestSpec, sampling: Sampling, request: Request, *, fresh: bool) -> Answer:
+        """What makes text of a request's tokens; in a chat it separates the messages of a model that writes several."""
+        if not fresh or self._channels is None:
+            return Answer(self._origin, spec.prompt, sampling, request, fresh=fresh)
+        parser, show = self._channels.parser(prompt=""), self._channels.markers
+        return Answer(self._origin, spec.prompt, sampling, request, fresh=fresh, show=show, parser=parser)
 
     def _pieces(
         self, checked: list[tuple[RequestSpec, Sampling]], *, fresh: bool, wait: bool
@@ -872,7 +886,7 @@ class LLM:
                         if not running:
                             raise
                         break
-                    running[request.id] = n_put, Answer(self._origin, spec.prompt, sampling, request, fresh=fresh)
+                    running[request.id] = n_put, self._answer(spec, sampling, request, fresh=fresh)
                     n_put += 1
                 request, message = heard.get()
                 if request.id not in running:

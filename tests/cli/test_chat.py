@@ -41,13 +41,16 @@ class Parrot:
         return self._pieces(text)
 
     def _pieces(self, text: str) -> Iterator[Any]:
-        yield SimpleNamespace(text=text[:2], completion=None)
+        if text.startswith("think"):
+            yield SimpleNamespace(text="", reasoning="hm, ", completion=None)
+            yield SimpleNamespace(text="", reasoning="well", completion=None)
+        yield SimpleNamespace(text=text[:2], reasoning="", completion=None)
         if text == "interrupt me":
             raise KeyboardInterrupt
         reason, n_tokens = ("length", 98) if text == "fill it" else ("stop", 5)
         timings = SimpleNamespace(decode_tok_s=None)
         done = SimpleNamespace(prompt_ids=(1, 2), token_ids=(3,) * n_tokens, finish_reason=reason, timings=timings)
-        yield SimpleNamespace(text=text[2:], completion=done)
+        yield SimpleNamespace(text=text[2:], reasoning="", completion=done)
 
 
 def talked(*lines: str, system: str | None = None) -> Parrot:
@@ -65,6 +68,13 @@ def test_history_goes_along_with_every_message(capsys: pytest.CaptureFixture[str
     assert contents(parrot.seen[1]) == ["one", "one", "two"]
     assert [message["role"] for message in parrot.seen[1]] == ["user", "assistant", "user"]
     assert capsys.readouterr().out == "one\ntwo\n"
+
+
+def test_reasoning_is_shown_beside_the_answer_and_not_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    parrot = talked("think", "two")
+    assert contents(parrot.seen[1]) == ["think", "think", "two"]
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("think\ntwo\n", "hm, well\n\n")
 
 
 def test_reset_forgets_the_conversation_and_keeps_the_system_message() -> None:

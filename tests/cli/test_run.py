@@ -31,6 +31,7 @@ def test_json_has_everything_a_script_needs(ostinato: RunCli, tiny: Path) -> Non
     record = answer(ostinato, "--model", tiny, "--seed", "7", "hello")
     assert list(record) == [
         "text",
+        "reasoning",
         "token_ids",
         "prompt_ids",
         "finish_reason",

@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ostinato import LLM, Sampling
+from ostinato.text.reasoning import Channels
+from tests.cli import tiny_model
 from tests.cli.conftest import RunCli
 
 SHORT = ("--max-tokens", "6", "--ignore-eos", "--json")
@@ -33,6 +37,28 @@ def test_the_second_question_knows_the_first_and_its_answer(ostinato: RunCli, ti
         assert second["prompt_ids"] == llm.chat_ids(messages)
         alone = llm.chat(messages, Sampling(max_tokens=6, ignore_eos=True))
     assert tuple(second["token_ids"]) == alone.token_ids
+
+
+def test_a_conversation_goes_on_from_the_answer_and_not_from_its_reasoning(
+    ostinato: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model.write(tmp_path / "channels.gguf", change=tiny_model.of_channels)
+    monkeypatch.setattr(Channels, "before", lambda _, sampling, prompt: sampling)
+    with LLM(model, device="cpu", context=64) as llm:
+        words = ("--model", model, "--state", tmp_path / "talk.state", "--grammar", tmp_path / "script.lark")
+        (tmp_path / "script.lark").write_text(tiny_model.script(llm.tokenizer, tiny_model.CHANNELS))
+        record = json.loads(ostinato("run", "--json", *words, "one").out)
+        assert (record["text"], record["reasoning"]) == ("Yes.", "hm, so")
+        shown = ostinato("run", *words, "two")
+        assert shown.out == "Yes.\n"
+        assert shown.err.startswith("hm, so\n\n[")
+        third = json.loads(ostinato("run", "--json", *words, "three").out)
+        messages = [
+            *({"role": "user", "content": "one"}, {"role": "assistant", "content": "Yes."}),
+            *({"role": "user", "content": "two"}, {"role": "assistant", "content": "Yes."}),
+            {"role": "user", "content": "three"},
+        ]
+        assert third["prompt_ids"] == llm.chat_ids(messages)
 
 
 def test_plain_text_goes_on_from_all_that_was_shown(ostinato: RunCli, base: Path, tmp_path: Path) -> None:

@@ -7,14 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ostinato.text.channels import MARKERS
+from ostinato.text.grammar import with_control_tokens
+from ostinato.text.tokenizer import Tokenizer
 from tests.models import tiny_gguf, tiny_text
 
 CONTEXT = 50_000  # long, so that an answer can be interrupted
 HIDDEN, WIDTH, VOCAB = 32, 48, 300
+CHANNELS = "<|channel|>analysis<|message|>hm, so<|end|><|start|>assistant<|channel|>final<|message|>Yes."
 
 
 def config(context: int = CONTEXT) -> dict[str, Any]:
@@ -69,6 +74,29 @@ def write(
 
 def without_template(metadata: dict[str, Any]) -> None:
     del metadata["tokenizer.chat_template"]
+
+
+def of_channels(metadata: dict[str, Any]) -> None:
+    """A model that writes messages with headers, as gpt-oss does; their markers are control tokens in place of the last
+    merges."""
+    markers = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+    for name, values in (
+        ("tokenizer.ggml.tokens", markers),
+        ("tokenizer.ggml.token_type", [gguf.TokenType.CONTROL] * len(markers)),
+    ):
+        metadata[name].value[-len(markers) :] = values
+    del metadata["tokenizer.ggml.merges"].value[-len(markers) :]
+    metadata["tokenizer.ggml.eos_token_id"].value = VOCAB - 2
+    metadata["tokenizer.chat_template"].value = (
+        "{% for message in messages %}<|start|>{{ message.role }}"
+        "{{ '<|channel|>final' if message.role == 'assistant' }}<|message|>{{ message.content }}<|end|>{% endfor %}"
+        "<|start|>assistant"
+    )
+
+
+def script(tokenizer: Tokenizer, text: str) -> str:
+    """A grammar of one text, in which markers are control tokens."""
+    return f"start: {with_control_tokens(text, tokenizer.control_ids(MARKERS))}"
 
 
 def prompt_of(text: str) -> str:

@@ -16,7 +16,7 @@ from ostinato.cli import flags
 from ostinato.cli.flags import Flag
 from ostinato.cli.input import check_text, decode_text, is_typed
 from ostinato.cli.loading import opened
-from ostinato.cli.output import detail, talk, told, write
+from ostinato.cli.output import AnswerWriter, detail, talk, told, write
 from ostinato.errors import BadInput, BadTemplate, PromptTooLong, listing
 from ostinato.files.store import DEFAULT
 from ostinato.options import Sampling
@@ -92,10 +92,11 @@ class Dialogue:
 
     def _stream(self, messages: list[dict[str, str]], answer: list[str]) -> None:
         last: Piece | None = None
+        writer = AnswerWriter()
         for last in self.llm.stream_chat(messages, self.sampling):
             answer.append(last.text)
-            write(last.text)
-        write("\n")
+            writer.write(last)
+        writer.end()
         completion = last.completion if last else None
         if completion is None:
             return

@@ -10,10 +10,13 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ostinato.errors import BadInput, OstinatoError, PromptTooLong
 from ostinato.processes import keep_stderr
+
+if TYPE_CHECKING:
+    from ostinato.llm import Piece
 
 _UTF8: Final = ("utf-8", "utf8")
 
@@ -76,6 +79,34 @@ def write(text: str) -> None:
     except OSError as error:
         drop_output()
         raise BadInput(f"cannot write to standard output: {error.strerror or error}") from error
+
+
+class AnswerWriter:
+    """Writes an answer as it comes: its text as data, its reasoning as a message, dimmed on a terminal."""
+
+    def __init__(self) -> None:
+        self._in_reasoning = False
+
+    def write(self, piece: Piece) -> None:
+        """Write a part of an answer."""
+        if piece.reasoning:
+            from typer import secho
+
+            self._in_reasoning = True
+            secho(piece.reasoning, dim=True, nl=False, err=True)
+        if piece.text:
+            self._end_reasoning()
+            write(piece.text)
+
+    def end(self) -> None:
+        """End the last line."""
+        self._end_reasoning()
+        write("\n")
+
+    def _end_reasoning(self) -> None:
+        if self._in_reasoning:
+            talk("\n")
+        self._in_reasoning = False
 
 
 def write_line(text: str) -> None:

@@ -14,7 +14,7 @@ from ostinato.cli.conversation import Conversation
 from ostinato.cli.flags import Flag
 from ostinato.cli.input import holds_unread_text, read_text, without_last_newline
 from ostinato.cli.loading import opened
-from ostinato.cli.output import talk, write, write_json
+from ostinato.cli.output import AnswerWriter, talk, write, write_json
 from ostinato.errors import BadInput, BadOption
 from ostinato.extras import check_structured_output
 from ostinato.files.store import DEFAULT, is_model
@@ -86,17 +86,17 @@ def _prompt(argument: str | None, file: Path | None) -> str:
 
 def _answer(llm: LLM, pieces: Iterator[Piece]) -> Completion | None:
     completion: Completion | None = None
-    n_tokens = 0
+    n_tokens, writer = 0, AnswerWriter()
     try:
         for piece in pieces:
-            write(piece.text)
+            writer.write(piece)
             n_tokens += piece.token_id is not None
             completion = piece.completion or completion
     except KeyboardInterrupt:
         write("\n")
         talk(f"interrupted after {n_tokens} tokens")
         raise typer.Exit(130) from None
-    write("\n")
+    writer.end()
     if completion is not None:
         talk(timings_line(llm, completion))
     return completion
@@ -106,6 +106,7 @@ def as_record(llm: LLM, completion: Completion) -> dict[str, Any]:
     """A completion as the JSON object that scripts read."""
     return {
         "text": completion.text,
+        "reasoning": completion.reasoning,
         "token_ids": list(completion.token_ids),
         "prompt_ids": list(completion.prompt_ids),
         "finish_reason": completion.finish_reason,

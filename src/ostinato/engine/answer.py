@@ -15,6 +15,7 @@ from typing import Any
 
 from ostinato.engine.request import FinishReason, HeldSequence, Request, Token
 from ostinato.options import Sampling
+from ostinato.text.answer import Parser
 from ostinato.text.stream import TextStream
 from ostinato.text.tokenizer import Tokenizer
 
@@ -79,7 +80,8 @@ class Completion:
     """An answer, and how it was made.
 
     Attributes:
-        text: the answer, without stop strings and control tokens.
+        text: the answer, without stop strings and control tokens. It includes a thinking model's reasoning, unless that
+            is in `reasoning`.
         token_ids: its tokens, including the one that ended it.
         prompt_ids: the prompt's tokens.
         finish_reason: `stop` (the model's end, or a stop string or id) or `length` (`max_tokens`, or the context).
@@ -89,6 +91,8 @@ class Completion:
         cached_tokens: tokens of the prompt that were in memory already and not computed again.
         digest: a hash of the model, the options that matter and the token ids: same digest, same computation. It is
             computed when it is read, or when the completion is pickled or becomes a dictionary.
+        reasoning: in a chat with a model that writes its reasoning as messages of their own (gpt-oss, Muse Glimmer),
+            the text of these; else empty.
     """
 
     text: str
@@ -100,6 +104,7 @@ class Completion:
     seed: int
     cached_tokens: int
     digest: _Digest = field(default=_Digest(), compare=False)
+    reasoning: str = ""
 
     def __repr__(self) -> str:
         shown = self.text if len(self.text) <= 60 else f"{self.text[:57]}..."
@@ -121,6 +126,7 @@ class Piece:
         finish_reason: why the answer ended; None before the last piece.
         completion: the whole answer; None before the last piece.
         stop: the stop string that ended the answer; None if none did.
+        reasoning: the part of `Completion.reasoning` that can be shown now.
     """
 
     text: str
@@ -128,6 +134,7 @@ class Piece:
     finish_reason: FinishReason | None = None
     completion: Completion | None = None
     stop: str | None = None
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +181,18 @@ class Answer:
         *,
         fresh: bool,
         show: Collection[str] = (),
+        parser: Parser | None = None,
     ) -> None:
-        """`fresh`: the answer is a new text and does not continue the prompt's. `show`: control tokens to be shown."""
+        """`fresh`: the answer is a new text and does not continue the prompt's. `show`: control tokens to be shown.
+        `parser` separates the reasoning from the text."""
         self._origin, self._prompt, self._sampling, self.source = origin, prompt, sampling, source
         # Text under a grammar is shown byte for byte: a blank at its start belongs to the grammar.
         at_start = fresh and sampling.rule is None
         self._text = TextStream(origin.tokenizer, sampling.stop, at_start=at_start, show=show)
         self._tokens: list[Token] = []
+        self._parser = parser
         self._shown: list[str] = []
+        self._reasoning: list[str] = []
 
     @property
     def held(self) -> HeldSequence:
@@ -197,10 +208,16 @@ class Answer:
         reason: FinishReason | None = "stop" if text.stopped else token.finish_reason
         if reason is not None and not text.stopped:
             new += text.finish()
+        thought = ""
+        if self._parser is not None:
+            deltas = self._parser.feed(new) + (self._parser.finish() if reason is not None else [])
+            new = "".join(delta.content for delta in deltas)
+            thought = "".join(delta.reasoning for delta in deltas)
         self._shown.append(new)
+        self._reasoning.append(thought)
         if reason is None:
-            return Piece(new, token.token)
-        return Piece(new, token.token, reason, self._completion(reason), text.met)
+            return Piece(new, token.token, reasoning=thought)
+        return Piece(new, token.token, reason, self._completion(reason), text.met, thought)
 
     def _completion(self, reason: FinishReason) -> Completion:
         tokens, sampling, source = self._tokens, self._sampling, self.source
@@ -226,4 +243,5 @@ class Answer:
             seed=sampling.seed,
             cached_tokens=source.cached_tokens,
             digest=self._origin.digest(sampling, self._prompt, ids, source.spec.rope_set),
+            reasoning="".join(self._reasoning),
         )
