@@ -5,24 +5,27 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 import time
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from llguidance import regex_to_lark
 
 from ostinato import build
-from ostinato.errors import BadOption, HardwareCannot
+from ostinato.errors import BadInput, BadOption, HardwareCannot
 from ostinato.options import Rule, Sampling
 from ostinato.text import automaton, channels
-from ostinato.text.automaton import MAX_DEPTH, MAX_MS, SOURCES, Automaton, GrammarMasks, of_rule
+from ostinato.text.automaton import MAX_DEPTH, MAX_MS, SOURCES, Automaton, AutomatonMatcher, GrammarMasks, of_rule
 from ostinato.text.folder import tokenizer_from_folder
-from ostinato.text.grammar import check_multiples
+from ostinato.text.grammar import as_lark, check_multiples
 from ostinato.text.json_formats import PATTERNS
 from ostinato.text.program import Program
 from ostinato.text.reasoning import _CHANNELS, _MARKS, Channels, Reasoning
@@ -31,7 +34,8 @@ from ostinato.text.tools import _SHAPES, Tool, ToolFormat
 from tests.counts import soak, soaking
 from tests.models import tiny_text
 from tests.text.oracle import Vocabulary, ids, schema_rule, vocabulary, vocabulary_of
-from tests.text.test_grammar import BAD, NODE, schemas, wild_schemas
+from tests.text.test_grammar import BAD, NODE, allowed, schemas, tokenizer, walk, wild_schemas
+from tests.text.test_grammar import made as made_by_llguidance
 
 REAL = ["gpt-2", "llama-spm"]  # byte-level, and with byte fallback
 CALLS = ("BFCL", "Glaive", "MCP")  # schemas of function calls
@@ -270,6 +274,16 @@ def test_masks_of_wild_schemas_are_those_of_the_oracle(schema: dict[str, Any], s
     agrees(whole, seed)
 
 
+@pytest.mark.soak
+@settings(max_examples=soak(1000), deadline=None, suppress_health_check=list(HealthCheck))
+@given(schema=schemas(), seed=st.integers(0, 2**32))
+def test_what_an_automaton_leads_to_parses_and_validates(schema: dict[str, Any], seed: int) -> None:
+    masks = GrammarMasks(of_schema(schema), tiny().trie, 512)
+    text, ended = walk(AutomatonMatcher(masks, frozenset(tiny().ends), Sampling()), random.Random(seed))
+    if ended:
+        jsonschema.validate(json.loads(text), schema)
+
+
 def keyword_schemas(depth: int = 2) -> st.SearchStrategy[Any]:
     """Every keyword that the oracle implements, with bounds that are written out and bounds that count."""
     size = st.sampled_from([0, 1, 2, 5, 12, 13, 14, 40, 300])
@@ -483,6 +497,19 @@ def test_a_token_that_is_not_allowed_leaves_the_position_as_it_was() -> None:
     assert np.array_equal(position, before)
 
 
+def test_nothing_but_gbnf_needs_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    for rule in (schema_rule(SCHEMA), Rule("regex", "a+"), Rule("choice", '["a"]'), Rule("grammar", LARK[0])):
+        assert of_rule(rule).n_states > 1
+    for rule in (*tool_rules()[:3], *reasoning_rules()[:1]):
+        assert of_rule(rule).n_states > 1
+
+
+@pytest.mark.parametrize("pattern", [*REGEXES, "a/b", r"a\/b", "a\nb\t", r"\\/", r"[\d/\D]\\d", "\\\n"])
+def test_a_regex_stands_in_lark_as_llguidance_would_write_it(pattern: str) -> None:
+    assert as_lark(Rule("regex", pattern)) == f"start: /{regex_to_lark(pattern, 'd')}/"
+
+
 def test_the_header_and_python_agree_on_the_layout() -> None:
     text = (SOURCES / "grammar_walk.h").read_text()
     enums = {
@@ -522,6 +549,38 @@ extern "C" __global__ void advance(const int* automaton, const int* vocabulary, 
         assert build.cubin(kernel, "find.cu", arch="sm_90", headers=headers).startswith(b"\x7fELF")
     except HardwareCannot as error:
         pytest.skip(f"this machine cannot compile for a GPU: {error}")
+
+
+# Ends
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(regex="a+b?"),
+        Sampling(regex="a+b?", min_tokens=3),
+        Sampling(regex="a{1,3}b?", ignore_eos=True),
+        Sampling(regex="[,ab]*", min_tokens=2, stop_token_ids=(3,)),
+    ],
+)
+def test_end_tokens_wait_as_those_of_a_matcher_do(sampling: Sampling) -> None:
+    theirs = made_by_llguidance(sampling)
+    assert sampling.rule is not None
+    ours = AutomatonMatcher(GrammarMasks(of_rule(sampling.rule), tiny().trie, 512), theirs.ends, sampling)
+    for character in "aaab":
+        mask = ours.mask()
+        for id in (*theirs.ends, *sampling.stop_token_ids):
+            assert (id in allowed(mask)) == (id in allowed(theirs.mask()))
+        (id,) = tokenizer().encode(character, bos=False)
+        theirs.take(id)
+        ours.take(id)
+    assert set(allowed(ours.mask())) & theirs.ends == set(allowed(theirs.mask())) & theirs.ends
+
+
+def test_a_token_outside_of_the_grammar_ends_the_answer_with_an_error() -> None:
+    matcher = AutomatonMatcher(tiny().masks(of_regex("a+")), frozenset(tiny().ends), Sampling())
+    with pytest.raises(BadInput, match="not allowed by its grammar"):
+        matcher.take(tokenizer().encode("b", bos=False)[0])
 
 
 # Limits

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ostinato.engine.constraint import Constraint
 from ostinato.errors import BadInput, BadOption, HardwareCannot, Unsupported
 from ostinato.options import MAX_RULE_CHARACTERS, Sampling
 from ostinato.text import schema as schema_formats
@@ -56,7 +57,7 @@ def allowed(mask: np.ndarray) -> list[int]:
     return [int(id) for id in np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))]
 
 
-def walk(matcher: Matcher, rng: random.Random, most: int = 200) -> tuple[bytes, bool]:
+def walk(matcher: Constraint, rng: random.Random, most: int = 200) -> tuple[bytes, bool]:
     """A random answer that follows the masks, and whether it ended; the longer it is the sooner it ends."""
     found = b""
     for step in range(most):

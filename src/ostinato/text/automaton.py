@@ -12,16 +12,18 @@ from array import array
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache, partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final
 from weakref import finalize
 
 import numpy as np
 
 from ostinato import build
-from ostinato.errors import BadOption
+from ostinato.errors import BadInput, BadOption
+from ostinato.extras import check_structured_output
 from ostinato.files.objects import prebuilt, sources, sum_of
-from ostinato.options import Rule
-from ostinato.text.grammar import COMPACT, as_lark
+from ostinato.options import Rule, Sampling
+from ostinato.text.grammar import COMPACT, EndRule, as_lark
 from ostinato.text.lark import lark_node
 from ostinato.text.program import Program
 from ostinato.text.schema import followable
@@ -122,7 +124,10 @@ def _rule_node(program: Program, rule: Rule) -> int:
             return program.either([program.lexeme(program.literal(choice)) for choice in _json(rule.text)])
     if rule.text.startswith('{"grammars":'):
         return _several_node(program, _json(rule.text)["grammars"])
-    return lark_node(program, as_lark(rule), _schema_node, {})
+    if "::=" in rule.text:
+        check_structured_output()  # llguidance rewrites GBNF as Lark
+        return lark_node(program, as_lark(rule), _schema_node, {})
+    return lark_node(program, rule.text, _schema_node, {})
 
 
 def _several_node(program: Program, grammars: Sequence[Mapping[str, Any]]) -> int:
@@ -194,15 +199,16 @@ class Trie:
 
 
 class GrammarMasks:
-    """The masks of one automaton over one vocabulary; those that take long to compute are kept. One thread at a time
-    uses an object of this class."""
+    """The masks of one automaton over one vocabulary; those that take long to compute are kept. Safe to use from many
+    threads."""
 
     def __init__(self, automaton: Automaton, trie: Trie, n_ids: int, *, most_kept: int = MOST_KEPT) -> None:
         self.automaton, self.trie = automaton, trie
+        self.n_words = -(-n_ids // 32)
         self.n_kept = 0
-        self._n_words = -(-n_ids // 32)
+        self._lock = Lock()
         opened = library()
-        made = opened.grammar_masks(_words(automaton.words), _words(trie.words), self._n_words, most_kept)
+        made = opened.grammar_masks(_words(automaton.words), _words(trie.words), self.n_words, most_kept)
         if not made:
             raise MemoryError("there is not enough memory for the masks of a grammar")
         self._kept = ctypes.c_void_p(made)
@@ -230,11 +236,40 @@ class GrammarMasks:
 
     def mask(self, position: np.ndarray) -> np.ndarray:
         """The tokens that may come next except end tokens, int32 words, the caller's own."""
-        bits = np.zeros(self._n_words, np.int32)
-        self.n_kept = library().grammar_mask(self._kept, _words(position), _words(bits), self._n_words)
+        bits = np.zeros(self.n_words, np.int32)
+        with self._lock:
+            self.n_kept = library().grammar_mask(self._kept, _words(position), _words(bits), self.n_words)
         if self.n_kept < 0:
             raise MemoryError("there is not enough memory for the masks of a grammar")
         return bits
+
+
+class AutomatonMatcher:
+    """Follows one answer, token by token, as a `Matcher` does; one thread at a time. It is the twin of what a loop does
+    with an automaton."""
+
+    def __init__(self, masks: GrammarMasks, ends: frozenset[int], sampling: Sampling) -> None:
+        """`ends`: the ids that end an answer."""
+        self.ends = ends
+        self._masks = masks
+        self._position = masks.begin()
+        self._n_made = 0
+        self._rule = EndRule(ends, sampling, masks.n_words)
+
+    def mask(self) -> np.ndarray:
+        """The tokens that may come next, int32 words, the caller's own; BadInput if there is none."""
+        bits = self._masks.mask(self._position)
+        if self._masks.ends(self._position):
+            bits |= self._rule.only_ends
+        if not bits.any():
+            raise BadInput("the answer cannot go on: no token of this model may come next")
+        return self._rule.applied(bits, self._n_made)
+
+    def take(self, token: int) -> None:
+        """Advance by a token of the mask."""
+        if token not in self.ends and not self._masks.take(self._position, token):
+            raise BadInput(f"the answer cannot go on: token {token} is not allowed by its grammar")
+        self._n_made += 1
 
 
 def _words(of: np.ndarray) -> Any:

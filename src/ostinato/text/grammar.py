@@ -20,6 +20,7 @@ from ostinato.errors import BadInput, BadOption, Unsupported
 from ostinato.extras import check_structured_output
 from ostinato.options import Rule, Sampling
 from ostinato.text.schema import followable
+from ostinato.text.schema_program import ascii_classes
 from ostinato.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -44,6 +45,26 @@ _MULTIPLE_OF: Final = re.compile(r'"multipleOf\\*"\s*:\s*([^\s,}\\]+)')
 _ESCAPED: Final = re.compile(r"\\+u([0-9a-fA-F]{4})")
 
 
+class EndRule:
+    """What `min_tokens` and `ignore_eos` make of the end tokens in a mask."""
+
+    def __init__(self, ends: frozenset[int], sampling: Sampling, n_words: int) -> None:
+        """`ends`: the ids that end an answer; `n_words`: the int32 words of a mask."""
+        self.only_ends = _bits_of(ends, n_words)
+        self._end_bits = _bits_of([*ends, *sampling.stop_token_ids], n_words)
+        self._min_tokens, self._ignores_ends = sampling.min_tokens, sampling.ignore_eos
+
+    def applied(self, bits: np.ndarray, n_made: int) -> np.ndarray:
+        """The mask after `n_made` tokens, the caller's own: an end token is in it only if it is in `bits` and the
+        answer has its minimum length, or if no other token is allowed."""
+        unwanted = self._end_bits if n_made < self._min_tokens else self.only_ends if self._ignores_ends else None
+        if unwanted is not None:
+            others: np.ndarray = bits & ~unwanted
+            if others.any():
+                return others
+        return bits.copy()
+
+
 class Matcher:
     """Follows one answer, token by token; one thread at a time."""
 
@@ -52,10 +73,8 @@ class Matcher:
         self.ends = ends
         self._inner = inner
         self._bits = first
-        self._n_made, self._min_tokens = 0, sampling.min_tokens
-        self._ignores_ends = sampling.ignore_eos
-        self._end_bits = _bits_of([*ends, *sampling.stop_token_ids], len(first))
-        self._only_ends = _bits_of(ends, len(first))
+        self._n_made = 0
+        self._rule = EndRule(ends, sampling, len(first))
 
     def mask(self) -> np.ndarray:
         """The tokens that may come next, int32 words, the caller's own.
@@ -63,13 +82,7 @@ class Matcher:
         An end token is among them only if the answer may end and has its minimum length, or if no other token is
         allowed.
         """
-        wait = self._n_made < self._min_tokens
-        unwanted = self._end_bits if wait else self._only_ends if self._ignores_ends else None
-        if unwanted is not None:
-            others: np.ndarray = self._bits & ~unwanted
-            if others.any():
-                return others
-        return self._bits.copy()
+        return self._rule.applied(self._bits, self._n_made)
 
     def take(self, token: int) -> None:
         """Advance by a token of the mask; BadInput if the grammar turns out too complex to continue."""
@@ -182,15 +195,23 @@ def compact(schema: Mapping[str, Any], name: str = "this schema") -> dict[str, A
 
 def as_lark(rule: Rule) -> str:
     """A rule that is no schema as a grammar in Lark; BadOption where it cannot be read."""
-    from llguidance import regex_to_lark
-
     match rule.kind:
         case "regex":
             # Digits are 0 to 9: `\d` is not meant to match those of every script.
-            return f"start: /{regex_to_lark(rule.text, 'd')}/"
+            return f"start: /{_in_slashes(ascii_classes(rule.text, 'd'))}/"
         case "choice":
             return "start: " + " | ".join(map(literal, json.loads(rule.text)))
     return _from_gbnf(rule.text)
+
+
+def _in_slashes(pattern: str) -> str:
+    r"""A pattern as Lark writes it between slashes, on one line.
+
+    >>> _in_slashes("a/b\\/c")
+    'a\\/b\\/c'
+    """
+    written = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
+    return re.sub(r"\\?([/\n\r\t])|\\.", lambda found: written.get(found[1], found[0]), pattern)
 
 
 def _from_gbnf(grammar: str) -> str:
