@@ -77,7 +77,7 @@ from tests.backends.cuda.triton import (
     test_sample,
 )
 from tests.backends.cuda.triton.test_attend import Case, made, reference, run
-from tests.backends.families import FAMILIES, family_model
+from tests.backends.families import FAMILIES, RECURRENT, family_model
 from tests.backends.tape import test_unpack
 from tests.built import build_model
 from tests.engine.opened import LONG, decoding, ids, open_engine, prompt, sampling, until
@@ -762,6 +762,12 @@ def test_a_kernel_that_runs_twice_leaves_what_it_left_once_unless_it_adds() -> N
         assert all(torch.equal(a, b) for a, b in zip(once, written, strict=True)), node.name
     assert set(added) == {"out", "down"}
     driver.runner.close()
+
+
+@pytest.mark.parametrize("family", (*FAMILIES, *RECURRENT))
+def test_every_family_binds_its_kernels_in_bfloat16(family: str) -> None:
+    """E-1: the gate of launches refuses an operand of another type than its kernel reads."""
+    fused_driver(family_model(family, dtype=torch.bfloat16), triton_kernels(TUNED)).runner.close()
 
 
 def test_whoever_adds_to_the_residual_stream_leaves_what_the_next_norm_needs() -> None:

@@ -310,7 +310,8 @@ class Builder:
 
     def mamba(self, layer: int, m: MambaShape) -> MambaMixer:
         s, at = self.shape, f"blk.{layer}."
-        ones = (Constant((width,), (1.0,)) for width in (m.dt_rank, m.state, m.state))  # the norms have no weights
+        widths = m.dt_rank, m.state, m.state
+        ones = (Constant((width,), (1.0,), exact=True) for width in widths)  # the norms have no weights
         return MambaMixer(
             layer,
             m,

@@ -131,14 +131,16 @@ class RouteJudge:
             [i for i, layer in enumerate(model.layers) if isinstance(layer, Layer) and isinstance(layer.mlp, Experts)]
         )  # the order in which the layers call `route`
 
-        def route(scores: Tensor, experts: ExpertShape, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        def route(
+            scores: Tensor, experts: ExpertShape, bias: Tensor | None = None, scales: Tensor | None = None
+        ) -> tuple[Tensor, Tensor]:
             number = next(numbers)
             asked = self.routes[number].to(scores.device)
             chosen = asked.clamp(0, experts.n_experts - 1)  # `_judge` reports ids that are no expert
             probabilities = probabilities_torch(scores, experts)
             judged = choice_torch(scores, probabilities, experts, bias)
             self._judge(number, _of_used_groups(judged, chosen, experts), asked, chosen, experts.n_used)
-            return shares_torch(probabilities, chosen, experts), chosen
+            return shares_torch(probabilities, chosen, experts, scales), chosen
 
         return replace(model, ops=replace(model.ops, route=route))
 
