@@ -764,7 +764,7 @@ def test_a_kernel_that_runs_twice_leaves_what_it_left_once_unless_it_adds() -> N
     driver.runner.close()
 
 
-@pytest.mark.parametrize("family", (*FAMILIES, *RECURRENT))
+@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT])
 def test_every_family_binds_its_kernels_in_bfloat16(family: str) -> None:
     """E-1: the gate of launches refuses an operand of another type than its kernel reads."""
     fused_driver(family_model(family, dtype=torch.bfloat16), triton_kernels(TUNED)).runner.close()
