@@ -243,8 +243,11 @@ def test_masks_of_patterns_grammars_calls_and_reasoning_are_those_of_the_oracle(
 
 
 def agrees(schema: Any, seed: int) -> None:
+    agrees_on(schema_rule(schema), seed)
+
+
+def agrees_on(rule: Rule, seed: int) -> None:
     """What llguidance takes is refused or has its masks; what it finds without a value is refused."""
-    rule = schema_rule(schema)
     theirs = tiny().matcher(rule)
     try:
         of_rule(rule)
@@ -370,6 +373,53 @@ DEFINITIONS = {"node": NODE, "name": {"type": "string", "maxLength": 20}}
 def test_masks_of_every_keyword_are_those_of_the_oracle(schema: Any, draft: str | None, seed: int) -> None:
     whole = {"properties": {"x": schema}, "required": ["x"]} if isinstance(schema, bool) else schema
     agrees({**whole, "$defs": DEFINITIONS, **({} if draft is None else {"$schema": draft})}, seed)
+
+
+def patterns() -> st.SearchStrategy[str]:
+    """Regular expressions of every construct that is read here; many are refused by both sides."""
+    atoms = st.sampled_from(
+        [
+            *[
+                "a",
+                "b",
+                "ab",
+                ".",
+                "[a-c]",
+                "[^a]",
+                '[^"]',
+                r"\d",
+                r"\D",
+                r"\s",
+                r"\S",
+                "é",
+                "[é-ü]",
+                r"\.",
+                r"\n",
+                '"',
+            ],
+            *["/", "(?:a|b)", r"[\d-]", "[a-c&&b-d]", r"[^\s]", r"\x41", r"\u00e9", "$", "^", "(?s:.)", "(?i:k)"],
+            *["[-a]", "[a-]", "[]x]", "[^]]", r"\{", r"[\]]", "(?i)S", r"\\"],
+        ]
+    )
+    repeats = st.sampled_from(["", "", "", "*", "+", "?", "{2}", "{0,3}", "{1,}", "{13,20}", "*?", "{14,}", "{0}"])
+
+    def longer(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+        groups = st.tuples(inner, repeats).map(lambda v: f"({v[0]}){v[1]}")
+        return st.one_of(
+            groups, st.lists(inner, min_size=2, max_size=3).map("".join), st.tuples(inner, inner).map("|".join)
+        )
+
+    return st.recursive(st.tuples(atoms, repeats).map("".join), longer, max_leaves=6)
+
+
+@pytest.mark.soak
+@settings(max_examples=soak(2000, part=12), deadline=None, suppress_health_check=list(HealthCheck))
+@given(pattern=patterns(), most=st.sampled_from([None, 3, 20, 100]), inside=st.booleans(), seed=st.integers(0, 2**32))
+def test_masks_of_random_patterns_are_those_of_the_oracle(
+    pattern: str, most: int | None, inside: bool, seed: int
+) -> None:
+    length = {} if most is None else {"maxLength": most}
+    agrees_on(schema_rule({"type": "string", "pattern": pattern, **length}) if inside else Rule("regex", pattern), seed)
 
 
 @pytest.mark.soak
