@@ -21,7 +21,7 @@ CODE = ("src/ostinato", "tests", "bench")
 DOCS = ("docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 SUFFIXES = frozenset({".py", ".md", ".json", ".cu", ".cpp", ".h"})
 # Names that look like codes.
-NAMES = frozenset({"BSD-3", "GPT-2", "UTF-8"})
+NAMES = frozenset({"BSD-3", "GLM-4", "GPT-2", "UTF-8", "XS-2"})
 
 # A code with the letter of its part, or a range of codes. A number of three digits is the id of a vector.
 _CITED = re.compile(r"\b([A-Z]{1,3})-(\d{1,2})(?:(?:\.\.(?:\1-)?| to \1-)(\d{1,2})|[ab])?\b")

@@ -186,7 +186,7 @@ def test_the_examples_of_an_llm_run(default_model: Path) -> None:
     with LLM("smollm2", context=256, slots=1) as llm:
         llm.generate("Once", Sampling(max_tokens=4))  # the answer whose state is saved
         names: dict[str, Any] = {"llm": llm, "LLM": LLM, "Sampling": Sampling}
-        for method in (name for name in vars(LLM) if name[0] != "_" and name != "rank"):
+        for method in (name for name in vars(LLM) if name[0] != "_" and not name.startswith("rank")):
             for example in DocTestParser().get_examples(inspect.getdoc(getattr(LLM, method)) or ""):
                 exec(compile(example.source, f"LLM.{method}", "single"), names)
 
