@@ -7,10 +7,12 @@ from dataclasses import replace
 import torch
 
 from ostinato.backends.torch.model import Model
+from ostinato.models import rope as ropes
 from ostinato.models.cohere import COHERE2, scaled
 from ostinato.models.deepseek2 import DEEPSEEK2, latent_attention
 from ostinato.models.falcon_h1 import FALCON_H1
 from ostinato.models.gemma import GEMMA2, GEMMA3, two_ropes
+from ostinato.models.gemma4 import GEMMA4, of_two_kinds, with_experts
 from ostinato.models.gpt2 import GPT2
 from ostinato.models.gpt_oss import GPT_OSS
 from ostinato.models.gptneox import GPTNEOX
@@ -52,7 +54,7 @@ from tests.random_model import RandomWeights
 FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen3moe", "mixtral", "gemma2", "gemma3", "phi3", "phi3-long", "gpt2", "smollm3",
     "granite", "qwen2moe", "latent experts", "olmo2", "hunyuan-dense", "gptneox", "cohere2", "mistral3", "uneven",
-    "gpt-oss", "laguna", "muse-glimmer",
+    "gpt-oss", "laguna", "muse-glimmer", "gemma4", "gemma4-shared", "gemma4-moe",
 )  # fmt: skip
 RECURRENT = (
     "mamba", "falcon-mamba", "mamba2", "mamba2-limits", "falcon-h1", "falcon-h1-norm", "lfm2", "qwen35", "qwen35-tiled",
@@ -110,6 +112,13 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None, dtype: to
     gated = replace(plain, family="qwen35").with_attention(gated=True)
     sizes = {"hidden": HIDDEN, "vocab": VOCAB, "norm_eps": 1e-5}
     recurrent = without_attention(name.removesuffix("-limits").removeprefix("falcon-"), mamba, N_LAYERS, **sizes)
+    whole = replace(rope, width=64, divisors=ropes.proportional(64, 0.25))
+    kinds = (True, False)
+    gemma4 = of_two_kinds(plain, kinds, 20, local=rope, whole=whole, widths=(32, 64))
+    gemma4 = replace(gemma4, family="gemma4", logit_softcap=15.0)
+    beside = with_experts(gemma4, 5, 2, 48)
+    shared = replace(gemma4, layers=gemma4.layers * 2, per_layer_width=16)
+    shared = shared.with_attention(kv_from=(None, None, 0, 1)).with_layers(ff_width=(80, 80, 112, 112))
     family, own = {
         "llama": (LLAMA, plain),
         "qwen2": (QWEN2, replace(plain, attention_bias=True)),
@@ -118,6 +127,9 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None, dtype: to
         "qwen2moe": (QWEN2_MOE, replace(plain, experts=replace(experts, shared_width=72, shared_gate=True))),
         "latent experts": (QWEN2_MOE, replace(plain, family="qwen2moe", activation="relu2", experts=latent)),
         "gpt-oss": (GPT_OSS, oss),
+        "gemma4": (GEMMA4, gemma4.with_attention(n_kv_heads=(2, 1), values_from_keys=(False, True))),
+        "gemma4-shared": (GEMMA4, shared),
+        "gemma4-moe": (GEMMA4, beside),
         "laguna": (LAGUNA, one_gate(replace(windowed, experts=replace(experts, shared_width=72)), one_gate=True)),
         "mixtral": (MIXTRAL, replace(plain, experts=experts)),
         "gemma2": (GEMMA2, replace(gemma.with_attention(softcap=20.0), logit_softcap=15.0)),

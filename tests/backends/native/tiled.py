@@ -74,7 +74,8 @@ def tiled(model: Model, pack: Pack | None = None) -> Model:
 
     def attention(block: Attention) -> Attention:
         assert isinstance(block.qkv.weight, Tensor)
-        parts = Stack(tuple(pack(part) for part in torch.split(block.qkv.weight, [*block.shape.qkv_widths])))
+        widths = [width for width in block.shape.qkv_widths if width]
+        parts = Stack(tuple(pack(part) for part in torch.split(block.qkv.weight, widths)))
         return replace(block, qkv=replace(block.qkv, weight=parts), out=one(block.out))
 
     def latent(block: LatentAttention) -> LatentAttention:
@@ -116,12 +117,19 @@ def tiled(model: Model, pack: Pack | None = None) -> Model:
             made["mlp"] = mlp(block.mlp)
         if isinstance(block, Layer) and block.mixer is not None:
             made["mixer"] = mixer(block.mixer)
+        if isinstance(block, Layer) and (part := block.per_layer) is not None:
+            made["per_layer"] = replace(part, gate=one(part.gate), out=one(part.out))
         return replace(block, **made)
 
+    parts = model.per_layer
+    if parts is not None:
+        assert isinstance(parts.embedding, Tensor)
+        parts = replace(parts, embedding=pack(parts.embedding), project=one(parts.project))
     embedding, head = pack(model.embedding), model.head
     if head is not None:
         head = replace(head, weight=embedding) if head.weight is model.embedding else one(head)
-    return replace(model, embedding=embedding, layers=[layer(block) for block in model.layers], head=head)
+    layers = [layer(block) for block in model.layers]
+    return replace(model, embedding=embedding, layers=layers, head=head, per_layer=parts)
 
 
 def dense(model: Model) -> Model:

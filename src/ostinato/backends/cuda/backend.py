@@ -225,8 +225,6 @@ def why_not_blocks(shape: Shape) -> str | None:
             return "there are no kernels of multi-head latent attention"
         if one.sinks and not fused:
             return "attention sinks beside recurrent layers that have no kernels"
-        if one.value_norm or one.kv_from is not None:
-            return "norms of values and keys and values of another layer"
         if one.head_width % 16:
             return f"heads of width {one.head_width}; the kernels need a multiple of 16"
         if one.value_width != one.head_width:

@@ -45,7 +45,19 @@ from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import shape_of
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables
-from ostinato.models.blocks import MLP, Attention, Experts, GatedMLP, Layer, Linear, Mixer, Norm, PlainMLP
+from ostinato.models.blocks import (
+    MLP,
+    Attention,
+    Experts,
+    GatedMLP,
+    Layer,
+    Linear,
+    Mixer,
+    Norm,
+    PerLayerEmbedding,
+    PerLayerInput,
+    PlainMLP,
+)
 from ostinato.models.shape import Shape
 
 BUCKETS: Final = (64, 128, 256, CHUNK_ROWS["cuda"])
@@ -106,6 +118,11 @@ class FusedChunks:
         self._row_slot = torch.arange(most, dtype=torch.int32, device=device)  # a row of a prompt is its own slot
         self._routed = _Routed.of(shape, most, device, wide)
         self._last = made(tables.layout.n_slots, shape.hidden)
+        parts_width = shape.n_layers * shape.per_layer_width
+        self._parts = made(shape.n_layers, most, shape.per_layer_width)
+        self._projected, self._own_parts = (made(most, parts_width) for _ in range(2))
+        self._own_stats = made(most, n_stats(parts_width), 2)
+        self._part = made(most, shape.per_layer_width, dtype=wide)
         self._scratch = Scratch(model)
         self._launches = {rows: self._bound(rows) for rows in self._buckets}
         self._graphs: dict[int, Any] = {}
@@ -191,13 +208,40 @@ class FusedChunks:
         launches: list[Launch] = [self._embedding(rows)]
         if (norm := self._model.embedding_norm) is not None:
             launches.append(self._after(norm, self._x[:rows]))
+        if (parts := self._model.per_layer) is not None:
+            launches += self._embed_parts(parts, rows)
         for number, layer in enumerate(self._model.layers):
             launches += self._layer(number, plain_layer(layer), rows)
         return launches
 
+    def _embed_parts(self, block: PerLayerEmbedding, rows: int) -> list[Launch]:
+        projected, own, norm = self._projected[:rows], self._own_parts[:rows], block.norm
+        placed, given, x = self._placed(rows), self._h[:rows], self._x[:rows]
+        stats, tokens, scale = self._own_stats[:rows], self._tokens[:rows], block.scale
+        return [
+            self._kernels.embed(block.embedding, own, stats, placed, tokens, scale=scale),
+            lambda: given.copy_(x),
+            self._product(given, block.project, projected),
+            self._kernels.join_parts(projected, own, self._parts, norm.weight, norm.eps, self._count(rows)),
+        ]
+
+    def _from_part(self, block: PerLayerInput, rows: int) -> list[Launch]:
+        """What a layer adds of its part of the second embedding."""
+        act, x, given = self._part[:rows], self._x[:rows], self._h[:rows]
+        own = self._parts[block.layer, :rows]
+        return [
+            lambda: given.copy_(x),
+            self._product(given, block.gate, act),
+            self._kernels.activate(act, act, block.activation),
+            lambda: act.mul_(own),
+            *self._into_residual(act, block.out, block.norm, rows),
+        ]
+
+    def _placed(self, rows: int) -> StepRows:
+        return StepRows(self._count(rows), self._row_slot[:rows], self._positions[:rows], self._chunks[0].pages)
+
     def _embedding(self, rows: int) -> Launch:
-        model, n_rows = self._model, self._count(rows)
-        placed = StepRows(n_rows, self._row_slot[:rows], self._positions[:rows], self._chunks[0].pages)
+        model, placed = self._model, self._placed(rows)
         return self._kernels.embed(
             model.embedding,
             self._x[:rows],
@@ -212,6 +256,12 @@ class FusedChunks:
         return torch.full((1,), rows, dtype=torch.int32, device=self._model.device)
 
     def _layer(self, number: int, layer: Layer, rows: int) -> list[Launch]:
+        launches, x, scale = self._halves(number, layer, rows), self._x[:rows], layer.out_scale
+        if layer.per_layer is not None:
+            launches += self._from_part(layer.per_layer, rows)
+        return launches if scale is None else [*launches, lambda: x.mul_(scale)]
+
+    def _halves(self, number: int, layer: Layer, rows: int) -> list[Launch]:
         attention, mixer, mlp = attention_of(layer), layer.mixer, layer.mlp
         if attention is None and mixer is None:
             return [] if mlp is None else self._mlp(number, mlp, layer.mlp_norm, layer.after_mlp, rows)
@@ -252,7 +302,7 @@ class FusedChunks:
         return columns(self._qkv[:rows], attention.shape.qkv_width)
 
     def _attention(self, attention: Attention, after: Norm | None, rows: int) -> list[Launch]:
-        kernels, number, s = self._kernels, attention.layer, attention.shape
+        kernels, number, s = self._kernels, attention.kv_layer, attention.shape
         heads, kv = heads_of(self._model, attention), paged_kv_of(self._memory, number)
         qkv, attended = self._qkv_of(attention, rows), columns(self._attended[:rows], s.out_width)
         q = columns(self._q[:rows], s.n_heads * s.head_width).view(rows, s.n_heads, s.head_width)
@@ -298,9 +348,17 @@ class FusedChunks:
         assert routed is not None
         shape, n_rows, scores, act = mlp.experts, self._count(rows), routed.scores[:rows], routed.act[:rows]
         chosen, shares, shared = routed.chosen[number, :rows], routed.shares[:rows], routed.shared_share[:rows]
-        how: dict[str, Any] = {"shape": shape, "bias": mlp.choice_bias}
+        how: dict[str, Any] = {"shape": shape, "bias": mlp.choice_bias, "scales": mlp.share_scales}
         how["shared"] = shared if shape.shared_gate else None
-        launches = [self._product(h, mlp.router, scores), kernels.route(scores, chosen, shares, n_rows, **how)]
+        launches: list[Launch] = []
+        if mlp.norms is not None:  # all take in the same rows, each by its own norm
+            assert mlp.shared is not None
+            launches += self._beside_experts(mlp.shared, h, routed, rows, gated=None)
+            launches += [self._after(mlp.norms.after_shared, routed.shared_out[:rows])]
+            launches += self._normed(mlp.norms.router, rows)[0]
+        launches += [self._product(h, mlp.router, scores), kernels.route(scores, chosen, shares, n_rows, **how)]
+        if mlp.norms is not None:
+            launches += self._normed(mlp.norms.experts, rows)[0]
         given, sums = h, y
         if mlp.into_latent is not None:
             given, sums = routed.latent[:rows], routed.latent_sum[:rows]
@@ -314,21 +372,26 @@ class FusedChunks:
         if mlp.out_of_latent is not None:
             narrow = routed.latent[:rows]  # the sums as a product takes them in
             launches += [lambda: narrow.copy_(sums), self._product(narrow, mlp.out_of_latent, y)]
-        if mlp.shared is not None:
+        if mlp.norms is not None:
+            beside = routed.shared_out[:rows]
+            launches += [self._after(mlp.norms.after_experts, y), lambda: y.add_(beside)]
+        elif mlp.shared is not None:
             launches += self._beside_experts(mlp.shared, h, routed, rows, gated=shape.shared_gate)
         if after is not None:
             launches.append(self._after(after, y))
         return [*launches, lambda: x.add_(y)]
 
     def _beside_experts(
-        self, mlp: GatedMLP | PlainMLP, given: Tensor, routed: _Routed, rows: int, *, gated: bool
+        self, mlp: GatedMLP | PlainMLP, given: Tensor, routed: _Routed, rows: int, *, gated: bool | None
     ) -> list[Launch]:
-        """The shared block, added to what the experts gave."""
+        """The shared block, added to what the experts gave; with None for `gated`, not yet."""
         y, out, share = self._y[:rows], routed.shared_out[:rows], routed.shared_share[:rows, None]
         act = routed.shared_act[:rows]
         down = self._product(act, mlp.down, out)
-        add = (lambda: y.addcmul_(out, share)) if gated else (lambda: y.add_(out))
-        return [*self._into(mlp, given, routed.shared_inner[:rows], act), down, add]
+        launches = [*self._into(mlp, given, routed.shared_inner[:rows], act), down]
+        if gated is None:
+            return launches
+        return [*launches, (lambda: y.addcmul_(out, share)) if gated else (lambda: y.add_(out))]
 
     def _after(self, norm: Norm, y: Tensor) -> Launch:
         return self._kernels.norm(y, y, norm.weight, norm.bias, norm.eps)

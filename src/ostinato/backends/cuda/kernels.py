@@ -20,6 +20,7 @@ def triton_kernels(chip: Chip) -> Kernels:
     from ostinato.backends.cuda.triton.experts import bind_experts_down, bind_experts_gate_up, bind_route
     from ostinato.backends.cuda.triton.gate_heads import bind_gate_heads
     from ostinato.backends.cuda.triton.gemm import bind_gemm
+    from ostinato.backends.cuda.triton.join_parts import bind_join_parts
     from ostinato.backends.cuda.triton.logprobs import bind_logprobs
     from ostinato.backends.cuda.triton.matmul import bind_matmul
     from ostinato.backends.cuda.triton.norm import bind_norm
@@ -54,4 +55,5 @@ def triton_kernels(chip: Chip) -> Kernels:
         delta_runs=bind_delta_runs,
         short_conv_runs=bind_short_conv_runs,
         gate_heads=bind_gate_heads,
+        join_parts=bind_join_parts,
     )

@@ -44,6 +44,7 @@ from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import (
     AnyLayer,
     Attention,
+    ExpertNorms,
     Experts,
     GatedMLP,
     LatentAttention,
@@ -51,6 +52,7 @@ from ostinato.models.blocks import (
     Linear,
     Mixer,
     Norm,
+    PerLayerEmbedding,
     PlainMLP,
 )
 from ostinato.models.shape import ExpertShape, Shape
@@ -91,6 +93,12 @@ class StepBuffers:
     shared_share: Tensor  # [n_slots]: how much a row takes of a shared block that has a gate
     latent: Tensor
     latent_out: Tensor
+    beside: Tensor  # what experts and the dense block beside them give, each normed
+    beside_stats: Tensor
+    parts: Tensor  # [n_layers, n_slots, width] of a second embedding: every layer changes its own when it takes it
+    projected: Tensor  # [n_slots, n_layers * width]: what of it is a product of the first one; own_parts: what is not
+    own_parts: Tensor
+    own_stats: Tensor
     logits: Tensor
 
     @staticmethod
@@ -99,6 +107,7 @@ class StepBuffers:
             return zeros((n_slots, *width), dtype, device)
 
         experts = s.experts or ExpertShape(1, 1, 1, renormalise=False)
+        parts_width = max(1, s.n_layers * s.per_layer_width)
         return StepBuffers(
             x=rows(s.hidden),
             stats=rows(n_stats(s.hidden), 2),
@@ -117,6 +126,12 @@ class StepBuffers:
             shared_share=rows(),
             latent=rows(experts.latent_width or 1),
             latent_out=rows(experts.latent_width or 1),
+            beside=rows(s.hidden if experts.share_scales else 1),
+            beside_stats=rows(n_stats(s.hidden) if experts.share_scales else 1, 2),
+            parts=zeros((s.n_layers, n_slots, s.per_layer_width or 1), torch.float32, device),
+            projected=rows(parts_width),
+            own_parts=rows(parts_width),
+            own_stats=rows(n_stats(parts_width), 2),
             logits=rows(s.vocab),
         )
 
@@ -224,12 +239,37 @@ class FusedPlan:
         self._add("embed", "embed", run, (), ("x", *self._beside_x) if norm is None else ("y", "y_stats"))
         if norm is not None:
             self._add_norm("embed", norm, following, fresh=True)
+        if model.per_layer is not None:
+            self._embed_parts(model.per_layer)
+
+    def _embed_parts(self, block: PerLayerEmbedding) -> None:
+        s, rows = self.step, self._rows
+        token, scale = self._table["token"], block.scale
+        run = self._kernels.embed(block.embedding, s.own_parts, s.own_stats, rows, token, scale=scale)
+        self._add("embed.parts", "embed", run, (), ("own_parts", "own_stats"))
+        self._product("embed.project", "embed", s.x, block.project, s.projected)
+        norm, reads = block.norm, ("projected", "own_parts")
+        run = self._kernels.join_parts(s.projected, s.own_parts, s.parts, norm.weight, norm.eps, self._n_rows)
+        self._add("embed.join", "norm", run, reads, ("parts",), {"embed.join": norm.weight})
 
     def _layer(self, number: int, layer: Layer) -> None:
+        """A layer's own input and factor come in the end, with the norm that its last block has then."""
+        part, following = layer.per_layer, self._next_norm(number)
+        self._halves(number, layer, following if part is None else None, layer.out_scale if part is None else None)
+        if part is None:
+            return
+        s, at = self.step, f"layer.{number}.part"
+        own = s.parts[number]
+        gated: dict[str, Any] = {"epilogue": "act_multiply", "activation": part.activation}
+        self._product(f"{at}.gate", "gate_up", s.x, part.gate, own, **gated)
+        self._product(f"{at}.out", "down", own, part.out, s.y, stats=s.y_stats)
+        self._add_norm(at, part.norm, following, scale=layer.out_scale)
+
+    def _halves(self, number: int, layer: Layer, following: Norm | None, scale: Tensor | None) -> None:
         attention, mixer, mlp = attention_of(layer), layer.mixer, layer.mlp
-        at, following = f"layer.{number}", self._next_norm(number)
+        at = f"layer.{number}"
         if attention is None and mixer is None:
-            self._mlp(number, layer, following)
+            self._mlp(number, layer, following, scale)
             return
         given, norm = self._normed(layer.attention_norm)
         then = following if mlp is None else layer.mlp_norm
@@ -257,7 +297,7 @@ class FusedPlan:
             self._into_residual(f"{at}.out", "out", attended, attention.out, layer.after_attention, then)
         if mixer is not None and stages is not None:
             self._mix(f"{at}.mixer", mixer, stages, layer.after_attention, then)
-        self._mlp(number, layer, following)
+        self._mlp(number, layer, following, scale)
 
     def _stages(self, mixer: Mixer) -> MixerStages:
         assert self._mixing is not None
@@ -280,7 +320,7 @@ class FusedPlan:
         self._into_residual(f"{at}.out", "mixer", stages.gated, mixer.out, after, following)
 
     def _attend(self, name: str, attention: Attention, qkv: Tensor, attended: Tensor) -> None:
-        number = attention.layer
+        number, heads = attention.kv_layer, self._heads[attention.layer]
         names = {name: kept for name, kept in self._kept.items() if name.startswith(f"memory.{number}.")}
         self._buffers |= names
         for part, (place, norm) in rows_normed(attention).items():
@@ -289,24 +329,24 @@ class FusedPlan:
             self._add(f"{name}.{part}_norm", "norm", run, ("qkv",), ("qkv",), {f"{name}.{part}_norm": norm.weight})
         kv = paged_kv_of(self._memory, number)
         rows = StepRows.of(self._table, self._memory.group_of[number])
-        run = self._kernels.attend(qkv, attended, kv, rows, self._heads[number], self._workspace)
+        run = self._kernels.attend(qkv, attended, kv, rows, heads, self._workspace)
         scratch = tuple(name for name in self._buffers if name.startswith("attend.workspace"))
         self._add(name, "attend", run, ("qkv", *names, *scratch), ("attended", *names, *scratch))
         if attention.shape.gated:
-            opened = self._kernels.gate_heads(qkv, attended, self._heads[number], self._n_rows)
+            opened = self._kernels.gate_heads(qkv, attended, heads, self._n_rows)
             self._add(f"{name}.gate", "attend", opened, ("qkv", "attended"), ("attended",))
 
-    def _mlp(self, number: int, layer: Layer, following: Norm | None) -> None:
+    def _mlp(self, number: int, layer: Layer, following: Norm | None, scale: Tensor | None) -> None:
         mlp, at = layer.mlp, f"layer.{number}"
         if mlp is None:
             return
         given, norm = self._normed(layer.mlp_norm)
         if isinstance(mlp, Experts):
-            self._experts(number, layer, mlp, given, norm, following)
+            self._experts(number, layer, mlp, given, norm, following, scale)
             return
         act = self._act_of(mlp)
         self._inner(at, mlp, given, norm, act)
-        self._into_residual(f"{at}.down", "down", act, mlp.down, layer.after_mlp, following)
+        self._into_residual(f"{at}.down", "down", act, mlp.down, layer.after_mlp, following, scale)
 
     def _act_of(self, mlp: GatedMLP | PlainMLP) -> Tensor:
         return columns(self.step.act, shape_of(mlp.down.weight)[1])
@@ -332,17 +372,29 @@ class FusedPlan:
         self._product(f"{name}.up", "gate_up", given, up, out, epilogue="multiply", **into)
 
     def _experts(
-        self, number: int, layer: Layer, mlp: Experts, given: Tensor, norm: InputNorm | None, following: Norm | None
+        self,
+        number: int,
+        layer: Layer,
+        mlp: Experts,
+        given: Tensor,
+        norm: InputNorm | None,
+        following: Norm | None,
+        scale: Tensor | None,
     ) -> None:
         """What reads the residual stream comes before what adds to it: the shared block, then the sum of experts."""
         s, kernels, at, shape = self.step, self._kernels, f"layer.{number}", mlp.experts
         chosen, shared_share = s.experts[number], s.shared_share if shape.shared_gate else None
-        self._product(f"{at}.router", "route", given, mlp.router, s.scores, norm=norm)
+        to_router = to_experts = given, norm
+        if mlp.norms is not None:
+            to_router, to_experts = ((s.x, self._whole_norm(n)) for n in (mlp.norms.router, mlp.norms.experts))
+        self._product(f"{at}.router", "route", to_router[0], mlp.router, s.scores, norm=to_router[1])
         how: dict[str, Any] = {"shape": shape, "bias": mlp.choice_bias, "shared": shared_share}
+        how["scales"] = mlp.share_scales
         run = kernels.route(s.scores, chosen, s.shares, self._n_rows, **how)
         self._add(f"{at}.route", "route", run, ("scores",), ("experts", "shares", "shared_share"))
         if mlp.shared is not None:
             self._inner(f"{at}.shared", mlp.shared, given, norm, s.shared_act)
+        given, norm = to_experts
         if mlp.into_latent is not None:
             self._product(f"{at}.into_latent", "gate_up", given, mlp.into_latent, s.latent, norm=norm)
             given, norm = s.latent, None
@@ -353,18 +405,34 @@ class FusedPlan:
         reads = (self._name_of(given), *(() if norm is None else ("stats",)), "experts")
         self._add(f"{at}.gate_up", "gate_up", run, reads, ("expert_act",), {f"{at}.gate_up": gate_up}, share)
         if mlp.shared is not None:
-            self._shared_down(f"{at}.shared.down", mlp.shared, layer.after_mlp, shared_share)
-        self._experts_down(number, layer, mlp, share, following)
+            self._shared_down(f"{at}.shared.down", mlp.shared, layer.after_mlp, shared_share, mlp.norms)
+        self._experts_down(number, layer, mlp, share, following, scale)
 
-    def _shared_down(self, name: str, mlp: GatedMLP | PlainMLP, after: Norm | None, share: Tensor | None) -> None:
+    def _shared_down(
+        self, name: str, mlp: GatedMLP | PlainMLP, after: Norm | None, share: Tensor | None, norms: ExpertNorms | None
+    ) -> None:
         """The first part of what experts give; no stats yet."""
         s = self.step
+        if norms is not None:
+            self._product(name, "down", s.shared_act, mlp.down, s.y, stats=s.y_stats)
+            self._beside(name, norms.after_shared, fresh=True)
+            return
         out, epilogue = (s.x, "add") if after is None else (s.y, "store")
         self._product(name, "down", s.shared_act, mlp.down, out, epilogue=epilogue, share=share)
 
-    def _experts_down(self, number: int, layer: Layer, mlp: Experts, share: float, following: Norm | None) -> None:
+    def _beside(self, name: str, norm: Norm, *, fresh: bool) -> None:
+        """What one side of experts and a dense block gives, normed, to what the other one does."""
+        s = self.step
+        into = s.beside, s.y, s.y_stats, norm.weight, norm.eps, s.beside_stats, self._rows
+        run = self._kernels.add_norm(*into, fresh=fresh)
+        reads, writes = ("beside", "y", "y_stats"), ("beside", "beside_stats")
+        self._add(f"{name}.norm", "norm", run, reads, writes, {f"{name}.norm": norm.weight})
+
+    def _experts_down(
+        self, number: int, layer: Layer, mlp: Experts, share: float, following: Norm | None, scale: Tensor | None
+    ) -> None:
         s, at, after = self.step, f"layer.{number}", layer.after_mlp
-        adds = after is None or mlp.shared is not None
+        adds = after is None or (mlp.shared is not None and mlp.norms is None)
         out, stats, prepared = self._residual_or_y(after, following)
         left: dict[str, Any] = {"epilogue": "add" if adds else "store", "stats": stats, "prepared": prepared}
         writes = self._name_of(out)
@@ -380,18 +448,30 @@ class FusedPlan:
             run = self._kernels.experts_down(*given, s.latent_out, *chosen, bias=mlp.down_bias, epilogue="store")
             self._add(f"{at}.down", "down", run, reads, ("latent_out",), {f"{at}.down": given[1]}, share)
             self._product(f"{at}.out_of_latent", "down", s.latent_out, mlp.out_of_latent, out, **left)
-        if after is not None:
-            self._add_norm(f"{at}.down", after, following)
+        if mlp.norms is not None:
+            assert after is not None
+            self._beside(f"{at}.experts", mlp.norms.after_experts, fresh=False)
+            self._add_norm(f"{at}.down", after, following, scale=scale, of=(s.beside, s.beside_stats))
+        elif after is not None:
+            self._add_norm(f"{at}.down", after, following, scale=scale)
 
     def _into_residual(
-        self, name: str, kind: str, given: Tensor, linear: Linear, after: Norm | None, following: Norm | None
+        self,
+        name: str,
+        kind: str,
+        given: Tensor,
+        linear: Linear,
+        after: Norm | None,
+        following: Norm | None,
+        scale: Tensor | None = None,
     ) -> None:
         """Add to the residual stream, and leave what the norm that follows needs of it."""
+        assert scale is None or after is not None, "a layer with a factor ends with a norm"
         out, stats, prepared = self._residual_or_y(after, following)
         left: dict[str, Any] = {"epilogue": "add" if after is None else "store", "stats": stats, "prepared": prepared}
         self._product(name, kind, given, linear, out, **left)
         if after is not None:
-            self._add_norm(name, after, following)
+            self._add_norm(name, after, following, scale=scale)
 
     def _residual_or_y(self, after: Norm | None, following: Norm | None) -> tuple[Tensor, Tensor, PreparedInput | None]:
         """Where the last product of a block writes, and what it leaves beside: the residual stream, or `y` where a norm
@@ -399,12 +479,22 @@ class FusedPlan:
         s = self.step
         return (s.x, s.stats, self._prepared(following)) if after is None else (s.y, s.y_stats, None)
 
-    def _add_norm(self, name: str, after: Norm, following: Norm | None, *, fresh: bool = False) -> None:
+    def _add_norm(
+        self,
+        name: str,
+        after: Norm,
+        following: Norm | None,
+        *,
+        fresh: bool = False,
+        scale: Tensor | None = None,
+        of: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """`of`: what is normed, and its partial sums; y unless given."""
         s, prepared = self.step, self._prepared(following)
-        run = self._kernels.add_norm(
-            s.x, s.y, s.y_stats, after.weight, after.eps, s.stats, self._rows, prepared=prepared, fresh=fresh
-        )
-        reads, writes = ("x", "y", "y_stats"), ("x", *self._beside_x)
+        y, y_stats = of or (s.y, s.y_stats)
+        how: dict[str, Any] = {"prepared": prepared, "fresh": fresh, "scale": scale}
+        run = self._kernels.add_norm(s.x, y, y_stats, after.weight, after.eps, s.stats, self._rows, **how)
+        reads, writes = ("x", self._name_of(y), self._name_of(y_stats)), ("x", *self._beside_x)
         self._add(f"{name}.norm", "norm", run, reads, writes, {f"{name}.norm": after.weight})
 
     def _head(self) -> None:
@@ -438,7 +528,7 @@ class FusedPlan:
         writes = [target, *(self._name_of(t) for key, t in more.items() if key == "stats")]
         if more.get("prepared") is not None:
             writes.append("h")
-        if more.get("epilogue") in ("add", "multiply"):
+        if more.get("epilogue") in ("add", "multiply", "act_multiply"):
             reads.append(target)
         run = self._kernels.matmul(
             given, linear.weight, out, self._n_rows, norm=norm, bias=linear.bias, scale=linear.scale, **more
@@ -446,8 +536,13 @@ class FusedPlan:
         self._add(name, kind, run, tuple(reads), tuple(writes), {name: linear})
 
     def _name_of(self, buffer: Tensor) -> str:
-        """Of a buffer, or of the first columns of one."""
-        return next(name for name, tensor in self._buffers.items() if tensor.data_ptr() == buffer.data_ptr())
+        """Of a buffer, or of a part of one."""
+        at = buffer.data_ptr()
+        return next(
+            name
+            for name, tensor in self._buffers.items()
+            if tensor.data_ptr() <= at < tensor.data_ptr() + max(1, tensor.nbytes)
+        )
 
     # Norms: of partial sums, and where products are bfloat16 of an input that its writer has weighted already
 
@@ -523,6 +618,8 @@ def heads_of(model: Model, attention: Attention) -> Heads:
         norm_last=s.qk_norm == "after_rope",
         temperature=None if s.temperature is None else (s.temperature.scale, s.temperature.span),
         sinks=attention.sinks,
+        value_norm=s.value_norm,
+        reads_kv=s.kv_from is not None,
     )
 
 

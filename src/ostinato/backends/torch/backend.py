@@ -198,7 +198,8 @@ def prefill_bytes(shape: Shape, settled: Settled, rows: int) -> int:
     inner = 3 * shape.widest_ff
     if shape.experts is not None:
         inner = max(inner, 3 * shape.experts.n_used * shape.experts.ff_width)
-    row_bytes = (3 * shape.hidden + heads + inner) * FLOAT_BYTES
+    parts = 2 * shape.n_layers * shape.per_layer_width
+    row_bytes = (3 * shape.hidden + heads + inner + parts) * FLOAT_BYTES
     return rows * row_bytes + settled.n_slots * shape.hidden * FLOAT_BYTES
 
 

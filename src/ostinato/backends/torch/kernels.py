@@ -17,6 +17,7 @@ from ostinato.backends.torch.ops.attend import attend_torch, gate_heads_torch
 from ostinato.backends.torch.ops.chunk_attention import append_chunk_torch, chunk_attention_torch
 from ostinato.backends.torch.ops.embed import embed_torch
 from ostinato.backends.torch.ops.gemm import gemm_torch
+from ostinato.backends.torch.ops.join_parts import join_parts_torch
 from ostinato.backends.torch.ops.logprobs import logprobs_torch
 from ostinato.backends.torch.ops.matmul import experts_down_torch, experts_gate_up_torch, matmul_torch, route_rows_torch
 from ostinato.backends.torch.ops.norm import norm_rows_torch
@@ -72,6 +73,7 @@ class Kernels:
     delta_runs: Bind
     short_conv_runs: Bind
     gate_heads: Bind
+    join_parts: Bind
 
 
 def twin_kernels() -> Kernels:
@@ -109,4 +111,5 @@ def twin_kernels() -> Kernels:
         delta_runs=partial(partial, delta_runs_torch),
         short_conv_runs=partial(partial, short_conv_runs_torch),
         gate_heads=partial(partial, gate_heads_torch),
+        join_parts=partial(partial, join_parts_torch),
     )

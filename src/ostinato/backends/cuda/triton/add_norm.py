@@ -29,21 +29,24 @@ def bind_add_norm(
     *,
     prepared: PreparedInput | None = None,
     fresh: bool = False,
+    scale: Tensor | None = None,
 ) -> TritonLaunch:
     """Check everything once and return the launch."""
     device, n_slots, hidden = x.device, rows.n_slots, x.shape[1]
+    if scale is not None:
+        checked("scale", scale, dtype=torch.float32, shape=(1,), device=device)
     given = written_arguments(x, stats, rows, prepared) | {
         "y": checked("y", y, dtype=torch.float32, shape=(n_slots, hidden), device=device),
         "y_stats": checked("y_stats", y_stats, dtype=torch.float32, shape=(n_slots, n_stats(hidden), 2), device=device),
         "weight": checked("weight", weight, dtype=FLOATS, shape=(hidden,), device=device),
-        **{"eps": eps, "STATS": triton.next_power_of_2(n_stats(hidden)), "FRESH": fresh},
+        **{"eps": eps, "scale": scale, "STATS": triton.next_power_of_2(n_stats(hidden)), "FRESH": fresh},
     }
     return TritonLaunch.of(add_norm_kernel, grid_of(n_slots, hidden), given, num_warps=4)
 
 
 @triton.jit
 def add_norm_kernel(
-    y, y_stats, weight, out, n_rows, eps, HIDDEN: tl.constexpr, BLOCKS: tl.constexpr, STATS: tl.constexpr,
+    y, y_stats, weight, out, n_rows, eps, scale, HIDDEN: tl.constexpr, BLOCKS: tl.constexpr, STATS: tl.constexpr,
     FRESH: tl.constexpr,
 ):  # fmt: skip
     N_STATS: tl.constexpr = (HIDDEN + 15) // 16
@@ -59,4 +62,6 @@ def add_norm_kernel(
         normed = tl.load(y + at, mask=there, other=0.0) * root
         normed = normed * tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
         value = normed if FRESH else tl.load(out.x + at, mask=there, other=0.0) + normed
+        if scale is not None:
+            value = value * tl.load(scale)
         write_x(value, row, block, column, there, out, HIDDEN)

@@ -59,6 +59,9 @@ class LayerSizes:
     width: int
     query_step: int  # from one query to the next: twice as wide where a gate stands behind it
     keys_at: int  # the column of the first key
+    columns: int  # of a row of q, k and v
+    reads_kv: bool  # keys and values are there already
+    value_norm: bool
     d: int  # as wide or wider, a power of two
     n_rotary: int
     n_rope_sets: int  # with more than one, a row says which it has
@@ -206,6 +209,9 @@ def layer_arguments(kv: PagedKV, heads: Heads, stand_in: Tensor) -> dict[str, An
             width=width,
             query_step=heads.query_step,
             keys_at=heads.keys_at,
+            columns=heads.n_columns,
+            reads_kv=heads.reads_kv,
+            value_norm=heads.value_norm,
             d=padded_width(width),
             n_rotary=0 if heads.frequencies is None else 2 * heads.frequencies.shape[1],
             n_rope_sets=1 if heads.frequencies is None else heads.frequencies.shape[0],
@@ -246,7 +252,7 @@ def attend_kernel(qkv, attended, kv, rows, turn, space, scale, softcap, sinks, S
         page = page_at(its_pages, begin, end, S, BLOCK)
 
         d = tl.arange(0, D)
-        line = qkv + row * (S.keys_at + 2 * S.kv_heads * S.width)
+        line = qkv + row * S.columns
         frequencies = turn.frequencies
         if S.n_rope_sets > 1:
             frequencies += tl.load(rows.rope_set + slot) * (S.n_rotary // 2)
@@ -259,15 +265,20 @@ def attend_kernel(qkv, attended, kv, rows, turn, space, scale, softcap, sinks, S
 
         if split == n_splits - 1:
             # This split ends with the row's own position: append it, and begin with it.
-            one = tl.zeros([1, 1], tl.int32)
-            k_mask = (d < S.width)[None, :]
-            k_at = line + S.keys_at + head * S.width + one
-            own_k = rotated(k_at, k_mask, turn.k_weight, cos, sin, turn.eps, S)
-            own_v = tl.load(k_at + S.kv_heads * S.width + d[None, :], mask=k_mask, other=0.0)
             own_page = tl.load(its_pages + p // S.page)
-            cell = (own_page.to(tl.int64) * S.page + p % S.page) * S.kv_heads + head + one.to(tl.int64)
-            own_k = store_cells(kv.key, kv.key_scales, cell, own_k, k_mask, 1, S)
-            own_v = store_cells(kv.value, kv.value_scales, cell, own_v, k_mask, 1, S)
+            cell = (own_page.to(tl.int64) * S.page + p % S.page) * S.kv_heads + head
+            if S.reads_kv:
+                lines = tl.zeros([1], tl.int64) + cell
+                own_k = load_cells(kv.key, kv.key_scales, lines, lines >= 0, 1, S).to(tl.float32)
+                own_v = load_cells(kv.value, kv.value_scales, lines, lines >= 0, 1, S).to(tl.float32)
+            else:
+                one = tl.zeros([1, 1], tl.int32)
+                k_mask = (d < S.width)[None, :]
+                k_at = line + S.keys_at + head * S.width + one
+                own_k = rotated(k_at, k_mask, turn.k_weight, cos, sin, turn.eps, S)
+                own_v = value_of(k_at + S.kv_heads * S.width + d[None, :], k_mask, turn.eps, S)
+                own_k = store_cells(kv.key, kv.key_scales, cell + one, own_k, k_mask, 1, S)
+                own_v = store_cells(kv.value, kv.value_scales, cell + one, own_v, k_mask, 1, S)
             top = scored(tl.sum(q.to(tl.float32) * own_k, 1), softcap, C.capped)
             total = tl.full([MANY], 1.0, tl.float32)
             acc = tl.trans(own_v) + tl.zeros([D, MANY], tl.float32)
@@ -481,6 +492,15 @@ def rotated(at, mask, weight, cos, sin, eps, S: tl.constexpr):
     if S.normed == 2:
         x = x * tl.rsqrt(tl.sum(x * x, 1) / S.width + eps)[:, None]
         x = x * tl.load(weight + d, mask=d < S.width, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def value_of(at, mask, eps, S: tl.constexpr):
+    """Heads of values at `at` [n, D], float32, normed where they are."""
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if S.value_norm:
+        x = x * tl.rsqrt(tl.sum(x * x, 1) / S.width + eps)[:, None]
     return x
 
 

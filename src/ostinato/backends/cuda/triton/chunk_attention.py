@@ -41,6 +41,7 @@ from ostinato.backends.cuda.triton.attend import (
     stages_for,
     store_cells,
     tempered,
+    value_of,
 )
 from ostinato.backends.machine import TUNED, Chip
 from ostinato.backends.torch.ops.attend import Heads, PagedKV
@@ -61,7 +62,7 @@ def bind_append_chunk(qkv: Tensor, q: Tensor, kv: PagedKV, chunk: Chunk, heads: 
         **layer_arguments(kv, heads, qkv),
         "ROWS": _APPENDED,
     }
-    grid = (triton.cdiv(m, _APPENDED), heads.n_heads + 2 * heads.n_kv_heads)
+    grid = (triton.cdiv(m, _APPENDED), heads.n_heads + 2 * heads.n_new_heads)
     return TritonLaunch.of(append_chunk_kernel, grid, given, num_warps=4)
 
 
@@ -109,7 +110,7 @@ def append_chunk_kernel(qkv, q, kv, chunk, turn, S: tl.constexpr, ROWS: tl.const
         frequencies = turn.frequencies
         if S.n_rope_sets > 1:
             frequencies += tl.load(chunk.rope_set + row, mask=live, other=0) * (S.n_rotary // 2)
-        at = qkv + row * (S.keys_at + 2 * S.kv_heads * S.width)
+        at = qkv + row * S.columns
         at += tl.where(head < S.heads, head * S.query_step, S.keys_at + (head - S.heads) * S.width)
         if head < S.heads:
             cos, sin = rope_cos_sin(p, frequencies, turn.amplitude, S)
@@ -125,7 +126,7 @@ def append_chunk_kernel(qkv, q, kv, chunk, turn, S: tl.constexpr, ROWS: tl.const
                 x = rotated(at, mask, turn.k_weight, cos, sin, turn.eps, S)
                 store_cells(kv.key, kv.key_scales, cell * S.kv_heads + head - S.heads, x, mask, ROWS, S)
             else:
-                x = tl.load(at + d, mask=mask, other=0.0).to(tl.float32)
+                x = value_of(at + d, mask, turn.eps, S)
                 line = cell * S.kv_heads + head - (S.heads + S.kv_heads)
                 store_cells(kv.value, kv.value_scales, line, x, mask, ROWS, S)
 

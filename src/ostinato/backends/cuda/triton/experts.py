@@ -86,7 +86,7 @@ def best_groups(choice, GROUPS: tl.constexpr, GROUPS_WIDE: tl.constexpr, SIZE_WI
 
 @triton.jit
 def route_kernel(
-    score_ptr, bias_ptr, expert_ptr, share_ptr, shared_ptr, n_rows_ptr, scale,
+    score_ptr, bias_ptr, scales_ptr, expert_ptr, share_ptr, shared_ptr, n_rows_ptr, scale,
     N_SCORES: tl.constexpr, N_EXPERTS: tl.constexpr, N_USED: tl.constexpr, SIGMOID: tl.constexpr,
     BY_SCORE: tl.constexpr, RENORMALISE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_WIDE: tl.constexpr,
     SIZE_WIDE: tl.constexpr, GROUPS_USED: tl.constexpr, N_BEST: tl.constexpr, LEAST: tl.constexpr,
@@ -118,9 +118,12 @@ def route_kernel(
     chosen = first_largest(choice, i, N_USED)
     if RENORMALISE:
         share = share / tl.maximum(tl.sum(tl.where(chosen, share, 0.0), 0), LEAST)
+    share = share * scale
+    if scales_ptr is not None:
+        share = share * tl.load(scales_ptr + e, mask=there, other=0.0)
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(expert_ptr + row * N_USED + place, e, mask=chosen)
-    tl.store(share_ptr + row * N_USED + place, share * scale, mask=chosen)
+    tl.store(share_ptr + row * N_USED + place, share, mask=chosen)
     if shared_ptr is not None:
         tl.store(shared_ptr + row, sigmoid(tl.load(score_ptr + row * N_SCORES + N_EXPERTS)))
 
@@ -225,6 +228,7 @@ def bind_route(
     *,
     shape: ExpertShape,
     bias: Tensor | None = None,
+    scales: Tensor | None = None,
     shared: Tensor | None = None,
 ) -> TritonLaunch:
     """Which experts each row goes to, as one call without arguments; what it computes is `route_rows_torch`."""
@@ -233,14 +237,21 @@ def bind_route(
     groups = shape.groups or ExpertGroups(1, 1, 1)
     if n % groups.n_groups or not 1 <= n_used <= n // groups.n_groups * groups.n_used:
         raise InternalError(f"{n_used} of {n} experts in {groups.n_groups} groups cannot be chosen")
-    if bias is not None:
-        checked("bias", bias, dtype=torch.float32, shape=(n,), device=device)
+    for name, each in (("bias", bias), ("scales", scales)):
+        if each is not None:
+            checked(name, each, dtype=torch.float32, shape=(n,), device=device)
     if shared is not None:
         checked("shared", shared, dtype=torch.float32, shape=(n_slots,), device=device)
     wide = {"GROUPS_WIDE": groups.n_groups, "SIZE_WIDE": n // groups.n_groups}
     chosen = _chosen(experts, shares, n_rows, n_slots, n_used, device)
     given = {name: value for name, value in chosen.items() if name != "ROWS"} | {
-        **{"score_ptr": scores, "bias_ptr": bias, "shared_ptr": shared, "scale": float(shape.share_scale)},
+        **{
+            "score_ptr": scores,
+            "bias_ptr": bias,
+            "scales_ptr": scales,
+            "shared_ptr": shared,
+            "scale": float(shape.share_scale),
+        },
         **{"N_SCORES": shape.n_scores, "N_EXPERTS": n, "SIGMOID": shape.scoring == "sigmoid"},
         "BY_SCORE": shape.by_score,
         **{"RENORMALISE": shape.renormalise, "LEAST": LEAST_SUM, "GROUPS": groups.n_groups},

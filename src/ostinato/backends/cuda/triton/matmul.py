@@ -43,8 +43,8 @@ from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import InternalError
 from ostinato.models.shape import Activation
 
-STORE, ADD, GATED, ACT, MULTIPLY = (tl.constexpr(i) for i in range(5))
-EPILOGUES: Final = {name: i for i, name in enumerate(("store", "add", "gated", "act", "multiply"))}
+STORE, ADD, GATED, ACT, MULTIPLY, ACT_MULTIPLY = (tl.constexpr(i) for i in range(6))
+EPILOGUES: Final = {name: i for i, name in enumerate(("store", "add", "gated", "act", "multiply", "act_multiply"))}
 # ROOT: x was multiplied by the norm's weight before. ROOT and RMS divide by the root after the product, LAYER before.
 NO_NORM, ROOT, RMS, LAYER = (tl.constexpr(i) for i in range(4))
 SILU, GELU, GELU_TANH, RELU2, CLAMPED_SWIGLU = (tl.constexpr(i) for i in range(5))
@@ -275,7 +275,7 @@ def put(
     at = rows[None, :].to(tl.int64) * OUT_STRIDE + n[:, None]
     if JOIN == ADD:
         v = tl.load(out_ptr + at, mask=ok, other=0.0).to(tl.float32) + v
-    elif JOIN == MULTIPLY:
+    elif JOIN >= MULTIPLY:
         v = tl.load(out_ptr + at, mask=ok, other=0.0).to(tl.float32) * v
     if out_ptr.dtype.element_ty == tl.bfloat16:
         tl.store(out_ptr + at, narrowed(v), mask=ok)
@@ -443,7 +443,7 @@ def matmul_kernel(
     if TWO:
         up = finished(second, n, N, bias_ptr, scale_ptr, scale, share_ptr, rows, row_ok, softcap, N)
         v = activate(v, ACTIVATION) * beside_gate(up, ACTIVATION)
-    elif EPILOGUE == ACT:
+    elif (EPILOGUE == ACT) | (EPILOGUE == ACT_MULTIPLY):
         v = activate(v, ACTIVATION)
     elif EPILOGUE == MULTIPLY:
         v = beside_gate(v, ACTIVATION)
@@ -480,7 +480,7 @@ def bind_matmul(
     checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device)
     if share is not None:
         checked("share", share, dtype=torch.float32, shape=(n_slots,), device=device)
-    if epilogue in ("gated", "act") and activation is None:
+    if epilogue in ("gated", "act", "act_multiply") and activation is None:
         raise InternalError(f"the epilogue {epilogue!r} needs an activation")
     if isinstance(weight, Stack) and (stats is not None or prepared is not None):
         raise InternalError("a stack of weights leaves no stats: give its rows one type")

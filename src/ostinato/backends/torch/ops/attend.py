@@ -49,6 +49,8 @@ class Heads:
     k_norm: Tensor | None = None
     norm_eps: float = 1e-6
     norm_last: bool = False  # after the rotation
+    value_norm: bool = False  # each head of values, without a weight
+    reads_kv: bool = False  # rows have queries only: keys and values are there already, that of its own position too
     temperature: tuple[float, int] | None = None  # scale and span of `QueryTemperature`
     gated: bool = False  # behind each query stands a gate, of what its head will have seen (`gate_heads_torch`)
     gates_apart: bool = False  # or all of them behind all queries
@@ -59,7 +61,7 @@ class Heads:
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:
             raise BadOption(f"{self.n_heads} heads cannot share {self.n_kv_heads} key and value heads evenly")
-        if (self.q_norm is None) != (self.k_norm is None):
+        if (self.q_norm is None) != (self.k_norm is None) and not self.reads_kv:
             raise BadOption("queries and keys are normed both or neither: give q_norm and k_norm together")
 
     @property
@@ -70,7 +72,12 @@ class Heads:
     @property
     def n_columns(self) -> int:
         """Width of a row of q, k and v side by side."""
-        return self.keys_at + 2 * self.n_kv_heads * self.head_width
+        return self.keys_at + 2 * self.n_new_heads * self.head_width
+
+    @property
+    def n_new_heads(self) -> int:
+        """Heads of keys that a row brings."""
+        return 0 if self.reads_kv else self.n_kv_heads
 
     @property
     def keys_at(self) -> int:
@@ -170,7 +177,8 @@ def attend_torch(qkv: Tensor, attended: Tensor, kv: PagedKV, rows: StepRows, hea
         rope_set = None if rows.rope_set is None else rows.rope_set[slot : slot + 1]
         q, k, v = rotate_qk_torch(qkv[row : row + 1], position, heads, rope_set)
         pages = rows.pages[slot]
-        kv.append(kv.cells(pages, position), k, v)
+        if not heads.reads_kv:
+            kv.append(kv.cells(pages, position), k, v)
         keys, values = kv.read(kv.cells(pages, visible(int(position), heads.window, qkv.device)))
         q = (q * heads.scale).to(PRODUCT[kv.keys.dtype]).float()
         attended[row] = attend_row_torch(q[0], keys, values, heads).flatten()
@@ -181,10 +189,12 @@ def rotate_qk_torch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of q, k and v side by side at positions [n], of rope sets [n], to q, k, v float32 [n, heads, width], normed,
     with RoPE."""
-    n_keys = heads.n_kv_heads * heads.head_width
+    n_keys = heads.n_new_heads * heads.head_width
     q, k, v = torch.split(qkv.float(), [heads.keys_at, n_keys, n_keys], -1)
     q = q[:, : heads.n_heads * heads.query_step].view(len(qkv), heads.n_heads, -1)[..., : heads.head_width]
-    k, v = (each.view(len(qkv), heads.n_kv_heads, -1) for each in (k, v))
+    k, v = (each.view(len(qkv), heads.n_new_heads, heads.head_width) for each in (k, v))
+    if heads.value_norm:
+        v = rms_norm_torch(v, torch.ones(heads.head_width, device=v.device), heads.norm_eps)
     if not heads.norm_last:
         q, k = _normed(q, k, heads)
     if heads.frequencies is not None:
@@ -212,9 +222,9 @@ def opened(gates: Tensor, activation: GateActivation) -> Tensor:
 
 
 def _normed(q: Tensor, k: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
-    if heads.q_norm is None or heads.k_norm is None:
-        return q, k
-    return rms_norm_torch(q, heads.q_norm, heads.norm_eps), rms_norm_torch(k, heads.k_norm, heads.norm_eps)
+    if heads.q_norm is not None:
+        q = rms_norm_torch(q, heads.q_norm, heads.norm_eps)
+    return q, k if heads.k_norm is None else rms_norm_torch(k, heads.k_norm, heads.norm_eps)
 
 
 def visible(position: int, window: int | None, device: torch.device) -> Tensor:

@@ -68,6 +68,8 @@ def append_chunk_torch(qkv: Tensor, q: Tensor, kv: PagedKV, chunk: Chunk, heads:
     positions, parts = chunk.positions[:n].long(), chunk.parts[:n].long()
     rotated, k, v = rotate_qk_torch(qkv[:n], positions, heads, None if chunk.rope_set is None else chunk.rope_set[:n])
     q[:n] = rotated.to(q.dtype)
+    if heads.reads_kv:
+        return
     pages = chunk.pages[parts, positions // kv.page_tokens].long()
     kv.append(pages * kv.page_tokens + positions % kv.page_tokens, k, v)
 

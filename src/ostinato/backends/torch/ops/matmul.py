@@ -22,7 +22,7 @@ from ostinato.models.shape import Activation, ExpertShape
 
 STATS_BLOCK: Final = 16  # columns that share one (sum, sum of squares)
 
-Epilogue = Literal["store", "add", "gated", "act", "multiply"]
+Epilogue = Literal["store", "add", "gated", "act", "multiply", "act_multiply"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,8 @@ def matmul_torch(
     """v = (norm(x) W^T + bias) * scale * share, soft-capped, then into out[:n_rows] by the epilogue; scale has a factor
     for each output, or one for all, and share [n_slots] one for each row:
 
-    store: out = v. add: out += v. act: out = act(v). multiply: out *= v. gated: out = act(v[:, :half]) * v[:, half:].
+    store: out = v. add: out += v. act: out = act(v). multiply: out *= v. act_multiply: out *= act(v). gated: out =
+    act(v[:, :half]) * v[:, half:].
     An activation that changes what its gate is multiplied by does so in "gated" and "multiply".
     stats [n_slots, n_stats, 2] gains the partial sums of what out holds then, `prepared` that times a norm's weight.
     """
@@ -105,6 +106,9 @@ def matmul_torch(
     elif epilogue in ("act", "gated"):
         assert activation is not None, "this epilogue needs an activation"
         v = gated_torch(v, activation) if epilogue == "gated" else activate_torch(v, activation)
+    elif epilogue == "act_multiply":
+        assert activation is not None, "this epilogue needs an activation"
+        v = out[:rows].float() * activate_torch(v, activation)
     elif epilogue == "multiply":
         v = out[:rows].float() * (v if activation is None else beside_gate_torch(v, activation))
     out[:rows] = v.to(out.dtype)
@@ -149,6 +153,7 @@ def route_rows_torch(
     *,
     shape: ExpertShape,
     bias: Tensor | None = None,
+    scales: Tensor | None = None,
     shared: Tensor | None = None,
 ) -> None:
     """The experts that each row of scores [n_slots, n_scores] goes to: ids int32, shares float32 [n_slots, n_used].
@@ -157,7 +162,7 @@ def route_rows_torch(
     row takes of a shared block that has a gate.
     """
     rows = int(n_rows)
-    strength, chosen = route_torch(scores[:rows], shape, bias)
+    strength, chosen = route_torch(scores[:rows], shape, bias, scales)
     order = chosen.argsort(-1)
     experts[:rows] = chosen.gather(-1, order).int()
     shares[:rows] = strength.gather(-1, order)
