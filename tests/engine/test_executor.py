@@ -614,6 +614,7 @@ KERNEL_TESTS: dict[str, Callable[[], None]] = {
     ),
     "gate_kernel": partial(test_runs.test_rows_are_gated_and_normed_by_groups_in_either_order, test_runs.RUNS[0]),
     "selected_kernel": partial(test_runs.test_mambas_selected_parts_are_normed_and_set_apart, True),
+    "join_parts_kernel": test_norm.test_parts_of_a_row_are_normed_alone_and_joined_for_live_rows,
     "gate_heads_kernel": partial(test_runs.test_what_heads_have_seen_is_gated_for_live_rows, torch.float32),
 }
 

@@ -49,6 +49,16 @@ def test_it_equals_the_twin_and_leaves_dead_rows_alone(hidden: int) -> None:
     assert torch.isnan(ready[3:]).all()
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+def test_what_is_written_is_multiplied_in_the_end(fresh: bool) -> None:
+    x, y, y_stats, weight, stats = made(3, 40)
+    twin_x, twin_stats, how = x.clone(), stats.clone(), {"fresh": fresh, "scale": torch.tensor([0.7])}
+    add_norm_torch(twin_x, y, y_stats, weight, 1e-6, twin_stats, rows_of(3, 3), **how)
+    bind_add_norm(x, y, y_stats, weight, 1e-6, stats, rows_of(3, 3), **how)()
+    torch.testing.assert_close(x, twin_x)
+    torch.testing.assert_close(stats, twin_stats)
+
+
 def test_a_rows_bits_do_not_depend_on_its_number_or_the_others() -> None:
     x, y, y_stats, weight, stats = made(4, 600)
     one = [t[2:3].clone() for t in (x, y, y_stats, stats)]
@@ -62,3 +72,4 @@ def compile_all() -> None:
     x, y, y_stats, weight, stats = made(8, 2304)
     for fresh in (False, True):
         compile_launch(bind_add_norm(x, y, y_stats, weight, 1e-6, stats, rows_of(1, 8), fresh=fresh))
+    compile_launch(bind_add_norm(x, y, y_stats, weight, 1e-6, stats, rows_of(1, 8), scale=torch.ones(1)))

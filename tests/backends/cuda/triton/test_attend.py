@@ -50,6 +50,8 @@ class Case:
     softcap: float | None = None
     window: int | None = None
     sinks: bool = False
+    value_norm: bool = False
+    reads_kv: bool = False  # the keys and values of the rows themselves are in the store already
     seed: int = 0
 
 
@@ -93,15 +95,18 @@ def made(case: Case) -> Step:
         k_norm=torch.rand(case.width, generator=g) + 0.5 if case.normed else None,
         norm_last=case.norm_last,
         temperature=case.temperature,
+        value_norm=case.value_norm,
+        reads_kv=case.reads_kv,
         sinks=2 * torch.randn(case.n_heads, generator=torch.Generator().manual_seed(11)) if case.sinks else None,
     )
     rows = StepRows(torch.tensor([n], dtype=torch.int32), row_slot, position, pages, rope_set)
     kv = poisoned(n_slots * max_pages * case.page_tokens, case)
     for slot, p in zip(slots, case.positions, strict=True):
         first = max(0, p - case.window + 1) if case.window else 0
-        past = torch.randn(2, p, case.n_kv_heads, case.width, generator=g)[:, first:]
-        if first < p:
-            kv.append(kv.cells(pages[slot], torch.arange(first, p)), past[0], past[1])
+        end = p + case.reads_kv
+        past = torch.randn(2, end, case.n_kv_heads, case.width, generator=g)[:, first:]
+        if first < end:
+            kv.append(kv.cells(pages[slot], torch.arange(first, end)), past[0], past[1])
     qkv = torch.full((n_slots, heads.n_columns), math.nan)
     qkv[:n] = torch.randn(n, heads.n_columns, generator=g)
     workspace = attend_workspace(n_slots, [heads], CPU)
@@ -260,6 +265,13 @@ def test_norms_after_the_rotation_and_queries_that_grow_equal_the_twin(pairing: 
     assert_like_the_twin(replace(case, n_rotary=48))
 
 
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("reads_kv", [False, True])
+def test_normed_values_and_those_of_another_layer_equal_the_twin(store: str, reads_kv: bool) -> None:
+    case = Case((0, 70, 129), n_heads=8, n_kv_heads=2, width=96, store=store, normed=True, window=100)
+    assert_like_the_twin(replace(case, value_norm=True, reads_kv=reads_kv))
+
+
 @pytest.mark.parametrize("store", ["f32", "bf16", "q8_0"])
 def test_heads_of_width_256_with_norm_cap_and_window_equal_the_twin(store: str) -> None:
     assert_like_the_twin(
@@ -397,6 +409,8 @@ def compile_all() -> None:
         (gemma, False),
         (Case((5,), n_heads=64, n_kv_heads=8, width=64, store="bf16", window=128, sinks=True), True),
         (Case((5,), n_heads=4, n_kv_heads=2, store="bf16", normed=True, norm_last=True, temperature=(0.1, 16)), True),
+        (Case((5,), n_heads=16, n_kv_heads=2, width=512, store="bf16", normed=True, value_norm=True), False),
+        (Case((5,), n_heads=8, width=256, store="bf16", normed=True, window=512, reads_kv=True), False),
         (Case((5,), n_heads=4, n_kv_heads=4, width=64, store="f32", n_rotary=32, rope_sets=2), False),
     ):
         step = made(case)

@@ -113,6 +113,22 @@ def prefilled(
     return torch.cat(out), kv
 
 
+@pytest.mark.parametrize("reads_kv", [False, True])
+def test_normed_values_are_appended_and_those_of_another_layer_stay(reads_kv: bool) -> None:
+    heads = replace(heads_of(3, 96, normed=True), value_norm=True, reads_kv=reads_kv)
+    kv, pages = store_of("f32", 96, 5, page_tokens=16)
+    chunk = chunk_of(13, 22, pages, 48)
+    qkv = torch.full((48, heads.n_columns), math.nan)
+    qkv[:22] = torch.randn(22, heads.n_columns, generator=torch.Generator().manual_seed(2))
+    q, twin_q = torch.full((2, 48, 3, 96), math.nan)
+    before, twin_kv = copied(kv), copied(kv)
+    bind_append_chunk(qkv, q, kv, chunk, heads)()
+    append_chunk_torch(qkv, twin_q, twin_kv, chunk, heads)
+    torch.testing.assert_close(q, twin_q, equal_nan=True)
+    torch.testing.assert_close(kv.values, twin_kv.values, equal_nan=True)
+    assert same_store(kv, before) == reads_kv
+
+
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_appending_equals_the_twin_and_touches_nobody_else(store: str, dtype: torch.dtype) -> None:
@@ -298,9 +314,12 @@ def compile_all() -> None:
         (2, 128, "q8_0", torch.bfloat16, False),
         (2, 256, "bf16", torch.bfloat16, False),
         (2, 128, "f32", torch.float32, False),
+        (8, 512, "bf16", torch.bfloat16, False),
     ):
         sinks = torch.zeros(n_heads) if n_heads == 4 else None
         heads = replace(heads_of(n_heads, width, normed=True), softcap=30.0, window=1024, sinks=sinks)
+        if width == 512:
+            heads = replace(heads, value_norm=True, softcap=None, window=None)
         if width == 256:
             heads = replace(heads, norm_last=True, temperature=(0.1, 64), gated=True, gates_apart=True)
         kv, pages = store_of(store, width, 4)

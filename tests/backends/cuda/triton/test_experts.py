@@ -43,6 +43,18 @@ def test_routing_takes_the_highest_scores_in_order_of_the_experts(renormalise: b
     torch.testing.assert_close(results[0][1], results[1][1], equal_nan=True)
 
 
+def test_an_experts_shares_are_multiplied_by_its_own_factor() -> None:
+    scores, scales, live = noise(4, 6), torch.rand(6) + 0.5, torch.tensor([3], dtype=torch.int32)
+    shape = ExpertShape(6, 2, 1, renormalise=True, share_scales=True)
+    ours, theirs = ((torch.full((4, 2), -1, dtype=torch.int32), torch.full((4, 2), NAN)) for _ in range(2))
+    bind_route(scores, *ours, live, shape=shape, scales=scales)()
+    route_rows_torch(scores, *theirs, live, shape=shape, scales=scales)
+    assert torch.equal(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1], theirs[1], equal_nan=True)
+    plain = ours[1][:3] / scales[ours[0][:3].long()]
+    torch.testing.assert_close(plain.sum(-1), torch.ones(3))
+
+
 def test_scores_that_are_no_numbers_still_choose_experts_that_exist() -> None:
     scores = torch.tensor([[NAN] * 5, [1.0, NAN, float("inf"), 1.0, 1.0]])
     experts, weights = torch.full((2, 3), -1, dtype=torch.int32), torch.zeros(2, 3)

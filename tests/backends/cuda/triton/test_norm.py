@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ostinato.backends.cuda.triton.join_parts import bind_join_parts
 from ostinato.backends.cuda.triton.norm import bind_norm
+from ostinato.backends.torch.ops.join_parts import join_parts_torch
 from ostinato.backends.torch.ops.norm import norm_rows_torch
 from ostinato.errors import BadPointer
 from tests.backends.cuda.triton.test_attend import compile_launch
@@ -49,12 +51,23 @@ def test_columns_of_live_rows_are_normed_and_nothing_else() -> None:
     assert torch.equal(made[outside], x[outside])
 
 
+def test_parts_of_a_row_are_normed_alone_and_joined_for_live_rows() -> None:
+    given, own, weight, n_rows = *torch.randn(2, 4, 60), torch.rand(20) + 0.5, torch.tensor([3], dtype=torch.int32)
+    made, expected = torch.full((2, 3, 5, 20), float("nan"))
+    bind_join_parts(given, own, made, weight, 1e-5, n_rows)()
+    join_parts_torch(given, own, expected, weight, 1e-5, n_rows)
+    torch.testing.assert_close(made, expected, equal_nan=True)
+    assert torch.isfinite(made[:, :3]).all()
+
+
 def test_memory_that_is_not_there_is_refused_by_name() -> None:
     with pytest.raises(BadPointer, match="weight"):
         bind_norm(torch.randn(2, 8), torch.zeros(2, 8), torch.empty(0), None, 1e-6)
 
 
 def compile_all() -> None:
+    parts, live = torch.zeros(35, 8, 256), torch.ones(1, dtype=torch.int32)
+    compile_launch(bind_join_parts(*torch.zeros(2, 8, 35 * 256), parts, torch.ones(256), 1e-6, live), amd=True)
     x, weight, n_rows = torch.zeros(8, 6144), torch.ones(4096), torch.ones(1, dtype=torch.int32)
     compile_launch(bind_norm(x[:, :4096], x[:, :4096], weight, None, 1e-6, n_rows))
     compile_launch(bind_norm(x[:, :4096].bfloat16(), x[:, :4096].bfloat16(), weight, weight, 1e-6), amd=True)
