@@ -14,6 +14,7 @@ from ostinato.backends.cuda.chip import (
     choices,
     chunk_block,
     chunk_bytes,
+    kept_iterations,
     other_cut,
     stages_that_fit,
 )
@@ -123,6 +124,9 @@ def test_what_prompt_attention_needs_is_what_the_compiler_asks_for() -> None:
     assert chunk_bytes(256, 2, 64, 2, row_bytes=272) == 75_776  # q8_0, with its scales
     assert chunk_bytes(128, 2, 64, 3, row_bytes=136) == 59_392
     assert chunk_bytes(128, 4, 64, 1) == 98_304
+    assert chunk_bytes(512, 2, 64, 2) == 204_800  # of compute capability 8
+    assert [kept_iterations(Chip(capability, 1, 1), 2) for capability in ((8, 9), (9, 0), (12, 0))] == [1, 2, 1]
+    assert chunk_bytes(512, 2, 64, 2, kept=2) >= 327_680 > TUNED.shared_bytes > chunk_bytes(512, 2, 64, 1)
 
 
 def test_only_float32_keys_of_the_widest_heads_are_cut_otherwise_and_that_is_named() -> None:

@@ -35,14 +35,24 @@ def stages_that_fit(chip: Chip, wanted: int, iteration_bytes: int, beside: int =
     return max(1, min(wanted, 1 + (chip.shared_bytes - beside) // iteration_bytes))
 
 
-def chunk_bytes(width: int, item_bytes: int, block: int, stages: int, row_bytes: int | None = None) -> int:
+def chunk_bytes(
+    width: int, item_bytes: int, block: int, stages: int, row_bytes: int | None = None, *, kept: int | None = None
+) -> int:
     """Shared memory that the prompt's attention takes at most: queries, blocks of K and V, and weights of V. A row of K
-    has `row_bytes` in the store, where those are not its bytes as it is multiplied."""
+    has `row_bytes` in the store, where those are not its bytes as it is multiplied. `kept`: iterations whose blocks are
+    there at once, one less than stages unless given (`kept_iterations`)."""
     queries, weights = CHUNK_ROWS * width * item_bytes, CHUNK_ROWS * block * item_bytes
     if stages == 1:
         keys = values = block * width * item_bytes
         return queries + max(keys, weights) + values  # weights take the place of keys
-    return queries + (stages - 1) * 2 * block * (row_bytes or width * item_bytes) + weights
+    kept = stages - 1 if kept is None else kept
+    return queries + kept * 2 * block * (row_bytes or width * item_bytes) + weights
+
+
+def kept_iterations(chip: Chip, stages: int) -> int:
+    """Whose blocks of K and V are in shared memory at once: on Hopper and the first Blackwells tensor cores read them
+    there, so that of the running iteration stays, too."""
+    return stages if chip.capability[0] in (9, 10) else stages - 1
 
 
 def chunk_block(chip: Chip, width: int, item_bytes: int) -> int:

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.chip import chunk_block, chunk_bytes, padded_width
+from ostinato.backends.cuda.chip import chunk_block, chunk_bytes, kept_iterations, padded_width
 from ostinato.backends.cuda.launch import FLOATS, TritonLaunch, checked
 from ostinato.backends.cuda.triton.attend import (
     LOG2_E,
@@ -87,7 +87,10 @@ def bind_chunk_attention(
     # Float32 blocks of wide heads fill the shared memory by themselves.
     stages = 1 if exact and width > 64 else stages_for(heads, kv)
     row_bytes = wide * kv.keys.element_size() + (0 if kv.key_scales is None else 2 * wide // Q8_BLOCK)
-    while stages > 1 and chunk_bytes(wide, item_bytes, block, stages, row_bytes) > chip.shared_bytes:
+    while stages > 1:
+        needed = chunk_bytes(wide, item_bytes, block, stages, row_bytes, kept=kept_iterations(chip, stages))
+        if needed <= chip.shared_bytes:
+            break
         stages -= 1
     return TritonLaunch.of(chunk_attention_kernel, grid, given, num_warps=warps, num_stages=stages)
 
