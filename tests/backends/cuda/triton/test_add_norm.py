@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,8 @@ def test_it_equals_the_twin_and_leaves_dead_rows_alone(hidden: int) -> None:
 @pytest.mark.parametrize("fresh", [False, True])
 def test_what_is_written_is_multiplied_in_the_end(fresh: bool) -> None:
     x, y, y_stats, weight, stats = made(3, 40)
-    twin_x, twin_stats, how = x.clone(), stats.clone(), {"fresh": fresh, "scale": torch.tensor([0.7])}
+    twin_x, twin_stats = x.clone(), stats.clone()
+    how: dict[str, Any] = {"fresh": fresh, "scale": torch.tensor([0.7])}
     add_norm_torch(twin_x, y, y_stats, weight, 1e-6, twin_stats, rows_of(3, 3), **how)
     bind_add_norm(x, y, y_stats, weight, 1e-6, stats, rows_of(3, 3), **how)()
     torch.testing.assert_close(x, twin_x)

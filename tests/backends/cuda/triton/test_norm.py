@@ -66,8 +66,8 @@ def test_memory_that_is_not_there_is_refused_by_name() -> None:
 
 
 def compile_all() -> None:
-    parts, live = torch.zeros(35, 8, 256), torch.ones(1, dtype=torch.int32)
-    compile_launch(bind_join_parts(*torch.zeros(2, 8, 35 * 256), parts, torch.ones(256), 1e-6, live), amd=True)
+    given, parts, live = torch.zeros(8, 35 * 256), torch.zeros(35, 8, 256), torch.ones(1, dtype=torch.int32)
+    compile_launch(bind_join_parts(given, given, parts, torch.ones(256), 1e-6, live), amd=True)
     x, weight, n_rows = torch.zeros(8, 6144), torch.ones(4096), torch.ones(1, dtype=torch.int32)
     compile_launch(bind_norm(x[:, :4096], x[:, :4096], weight, None, 1e-6, n_rows))
     compile_launch(bind_norm(x[:, :4096].bfloat16(), x[:, :4096].bfloat16(), weight, weight, 1e-6), amd=True)
