@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from ostinato.cache.groups import page_groups
+from ostinato.cache.kv_bytes import page_bytes
 from ostinato.cache.pages import Pages
 from ostinato.errors import InternalError
+from ostinato.models.named_shapes import named_shape
 from tests.counts import soak
 
 HOLDERS = st.integers(0, 3)
@@ -99,3 +103,13 @@ def test_pages_that_were_written_are_granted_again_before_those_that_were_only_p
         assert promised is not None
         assert promised[:2] == [0, 1]  # what a short answer writes
         pages.release(promised)
+
+
+def test_layers_that_read_anothers_keys_and_values_have_no_pages() -> None:
+    plain = named_shape("tiny").with_attention(window=(None, 64))
+    whole = replace(plain, layers=plain.layers * 2)
+    shared = whole.with_attention(kv_from=(None, None, 0, 1))
+    sizes = {"context": 256, "n_pages": 8, "page_tokens": 16, "chunk_rows": 64}
+    layers = [[group.layers for group in page_groups(shape, **sizes)] for shape in (whole, shared)]
+    assert layers == [[(0, 2), (1, 3)], [(0,), (1,)]]
+    assert 2 * page_bytes(shared, "f16", 16) == page_bytes(whole, "f16", 16)

@@ -221,6 +221,31 @@ def test_a_refused_architecture_is_told_with_the_tensors_that_no_family_has(tmp_
     assert "docs/add-a-family.md" in message
 
 
+@pytest.mark.parametrize("name", ["Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"])
+def test_a_model_that_drafts_for_another_is_refused_by_name(name: str, tmp_path: Path, tiny_files: Path) -> None:
+    path = spoiled_folder(tmp_path, tiny_files, name="gemma4", config=lambda c: c.update(architectures=[name]))
+    with pytest.raises(Unsupported, match=f"'{name}' drafts tokens for another model"):
+        LLM(path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_kv_shared_layers": 5}, "the first 0 have none of that kind"),
+        ({"num_kv_shared_layers": 3}, "the first 1 have none of that kind"),
+        ({"use_bidirectional_attention": "all"}, "both directions"),
+        ({"num_experts": 7, "enable_moe_block": True, "top_k_experts": 9}, "moe_intermediate_size"),
+        ({"hidden_size_per_layer_input": 16}, "per_layer_input_gate.weight is missing"),
+    ],
+)
+def test_a_gemma4_folder_that_contradicts_itself_is_refused(
+    change: Mapping[str, Any], said: str, tmp_path: Path, tiny_files: Path
+) -> None:
+    path = spoiled_folder(tmp_path, tiny_files, name="gemma4", config=lambda c: c.update(change))
+    with pytest.raises((BadFile, Unsupported), match=said):
+        LLM(path, device="cpu")
+
+
 def test_a_text_part_of_an_unknown_kind_is_named(tmp_path: Path, tiny_files: Path) -> None:
     def change(config: dict[str, Any]) -> None:
         config["text_config"]["model_type"] = "gemma9_text"

@@ -9,7 +9,7 @@ keys and values of the last earlier layer of their kind, and every layer takes i
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ostinato.errors import BadFile
+from ostinato.errors import BadFile, Unsupported
 from ostinato.models import rope as ropes
 from ostinato.models.blocks import MLP, AnyLayer, ExpertNorms, Layer, ModelBlocks
 from ostinato.models.builder import Builder
@@ -49,7 +49,7 @@ def of_two_kinds(
 
 def with_shared_kv(shape: Shape, n_shared: int, f: Description) -> Shape:
     """The last layers without keys and values of their own."""
-    first, windows = shape.n_layers - n_shared, [one.window for one in shape.attention.values()]
+    first, windows = max(0, shape.n_layers - n_shared), [one.window for one in shape.attention.values()]
     last_of = {window: layer for layer, window in enumerate(windows[:first])}
     if not all(window in last_of for window in windows[first:]):
         raise BadFile(
@@ -99,6 +99,8 @@ def _with_values_from_keys(shape: Shape, layers: frozenset[int]) -> Shape:
 
 
 def shape_from_config(c: Description) -> Shape:
+    if c.word("use_bidirectional_attention", "vision") != "vision":
+        raise Unsupported(f"{c.path}: a gemma4 whose text tokens see each other in both directions is not supported")
     shape = common_from_config(c)
     sliding = [kind == "sliding_attention" for kind in layer_types(c, shape.n_layers)]
     narrow = c.integer("head_dim")

@@ -8,9 +8,10 @@ from types import MappingProxyType
 from typing import Final
 
 from ostinato.errors import UnknownName, listing
+from ostinato.models.gemma4 import of_two_kinds, with_experts
 from ostinato.models.gpt_oss import with_sinks
 from ostinato.models.mamba import without_attention
-from ostinato.models.rope import Rope, yarn, yarn_amplitude
+from ostinato.models.rope import Rope, proportional, yarn, yarn_amplitude
 from ostinato.models.shape import (
     DeltaShape,
     ExpertShape,
@@ -68,6 +69,19 @@ def _qwen35(shape: Shape, family: str, n_heads: int, n_key_heads: int) -> Shape:
     return shape.with_recurrent_in({i for i in range(shape.n_layers) if (i + 1) % 4}, delta)
 
 
+def _gemma4_a4b() -> Shape:
+    """Every sixth layer sees everything, with wider heads and one matrix of keys and values."""
+    plain = _llama(2816, 30, 16, 8, 256, 2112, 262_144, 262_144, rope_base=10_000.0, tied_head=True, norm_eps=1e-6)
+    sliding = [bool((i + 1) % 6) for i in range(plain.n_layers)]
+    whole = Rope(1_000_000.0, 512, "halves", proportional(512, 0.25))
+    local = Rope(10_000.0, 256, "halves")
+    made = of_two_kinds(replace(plain, family="gemma4"), sliding, 1024, local=local, whole=whole, widths=(256, 512))
+    made = made.with_attention(
+        n_kv_heads=tuple(8 if one else 2 for one in sliding), values_from_keys=tuple(not one for one in sliding)
+    )
+    return with_experts(replace(made, logit_softcap=30.0), 128, 8, 704)
+
+
 # Small enough to answer at once, wide enough for whole blocks of 256 weights.
 _TINY: Final = _llama(256, 2, 4, 2, 64, 512, 1024, 2048, rope_base=10_000.0, tied_head=True)
 _MIXTRAL: Final = _llama(4096, 32, 32, 8, 128, 14_336, 32_000, 32_768, rope_base=1_000_000.0)
@@ -84,6 +98,7 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
         "qwen3-30b-a3b": _routed(_QWEN3, "qwen3moe", 128, 8, 768, renormalise=True),
         "gpt-oss-20b": _gpt_oss(24, 32),
         "gpt-oss-120b": _gpt_oss(36, 128),
+        "gemma4-26b-a4b": _gemma4_a4b(),
         "mamba-1.4b": _recurrent("mamba", MambaShape(inner=4096, state=16, kernel=4, dt_rank=128), 50_280),
         "mamba2-1.3b": _recurrent("mamba2", _MAMBA2, 50_288),
         "falcon-h1-1.5b": replace(

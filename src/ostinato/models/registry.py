@@ -7,7 +7,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
-from ostinato.errors import UnknownName, first_few
+from ostinato.errors import UnknownName, Unsupported, first_few
 from ostinato.files.checkpoint import Checkpoint
 from ostinato.models.arcee import ARCEE
 from ostinato.models.bert import BERT, NOMIC_BERT, XLM_ROBERTA
@@ -71,12 +71,20 @@ BY_TEXT_CONFIG: Final[Mapping[str, Family]] = MappingProxyType({name: f for f in
 # How folders of several parts call the tensors of their text part, and how a folder of that part alone calls them.
 _TEXT_PART: Final = re.compile(r"(?:model\.language_model|language_model\.model)\.|language_model\.(?=lm_head\.)")
 
+# A model that predicts several tokens for another one, and has no keys and values of its own.
+_DRAFTER: Final = re.compile(r"AssistantForCausalLM$|[-_]assistant$")
+
 # How a folder of the inner model alone, without a head, calls its tensors: what comes behind `model.` elsewhere.
 _INNER: Final = ("embed_tokens.", "layers.", "norm.")
 
 
 def family_of(checkpoint: Checkpoint) -> Family:
     """The family of a checkpoint's architecture, or of its text part; an unknown one is refused by its header."""
+    if _DRAFTER.search(checkpoint.architecture):
+        raise Unsupported(
+            f"{checkpoint.path}: {checkpoint.architecture!r} drafts tokens for another model, whose keys and values it "
+            "reads: it does not run alone; give the model that it was made for"
+        )
     text = text_config(checkpoint)
     if text is not None and (found := BY_TEXT_CONFIG.get(str(text.get("model_type")))) is not None:
         return found
