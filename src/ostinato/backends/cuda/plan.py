@@ -550,7 +550,7 @@ class FusedPlan:
         """The norm that comes after this layer, or after the embedding (-1)."""
         model = self._model
         for layer in model.layers[number + 1 :]:
-            if layer.attention is not None:
+            if layer.attention is not None or layer.mixer is not None:
                 return layer.attention_norm
             if layer.mlp is not None:
                 return layer.mlp_norm
