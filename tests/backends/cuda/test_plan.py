@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from bench.gpu_models import moved
 from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.kernels import triton_kernels
 from ostinato.backends.cuda.plan import ALL_FUSIONS, FusedPlan, Fusions
@@ -13,6 +15,7 @@ from ostinato.backends.torch.kernels import Kernels, twin_kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import memory_tensors, tensors_of
 from ostinato.backends.torch.start import CpuLoop
+from ostinato.engine.verify import twin_logits
 from ostinato.loop.mode import DecodeMode
 from ostinato.loop.plan import Plan
 from tests.backends.families import FAMILIES, RECURRENT, family_model
@@ -63,6 +66,29 @@ def test_a_fused_step_of_triton_kernels_gives_the_logits_of_the_models_own_block
     fused_tokens, fused_logits = logits_of(fused_driver(model, triton_kernels(TUNED)), 2)
     assert fused_tokens == tokens
     torch.testing.assert_close(fused_logits, logits, rtol=2e-3, atol=2e-3)
+
+
+def near_own_blocks_in_bfloat16(family: str, kernels: Kernels) -> None:
+    """Both round the same exact logits, so they are about as far from each other as from those of the same weights in
+    float32, which differs much between families."""
+    model = family_model(family, dtype=torch.bfloat16)
+    tokens, logits = logits_of(open_loop(model=model, mode="twin", n_slots=3, kv_type="bf16"), 2)
+    _, fused_logits = logits_of(fused_driver(model, kernels, kv_type="bf16"), 2)
+    wide = moved(model, torch.device("cpu"), torch.float32)
+    exact = [twin_logits(wide, [*prompt, own[0]], "f32", 64)[1] for prompt, own in zip(PROMPTS, tokens, strict=True)]
+    rounded = (logits - torch.tensor(np.stack(exact))).norm(dim=-1)
+    assert bool(((fused_logits - logits).norm(dim=-1) < 3 * rounded).all())
+
+
+@pytest.mark.parametrize("family", FAMILIES + RECURRENT)
+def test_a_fused_step_of_twins_in_bfloat16_is_as_near_to_the_models_own_blocks_as_rounding_lets_it(family: str) -> None:
+    near_own_blocks_in_bfloat16(family, twin_kernels())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_fused_step_of_triton_kernels_in_bfloat16_is_too(family: str) -> None:
+    near_own_blocks_in_bfloat16(family, triton_kernels(TUNED))
 
 
 def first_tokens(driver: Driver) -> list[int]:

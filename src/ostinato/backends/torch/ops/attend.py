@@ -212,7 +212,7 @@ def gate_heads_torch(qkv: Tensor, attended: Tensor, heads: Heads, n_rows: Tensor
     """attended [rows, heads * width] by the gates in qkv [rows, n_columns], in place, for live rows."""
     n = int(n_rows)
     gates = qkv[:n, heads.gates_at :].unfold(1, heads.gate_width, heads.gate_step)[:, : heads.n_heads]
-    seen = attended[:n].float().view(n, heads.n_heads, -1)
+    seen = attended[:n].float().view(n, heads.n_heads, heads.head_width)
     attended[:n] = (seen * opened(gates.float(), heads.gate_activation)).flatten(1).to(attended.dtype)
 
 

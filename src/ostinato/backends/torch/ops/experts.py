@@ -47,7 +47,7 @@ def _of_best_groups(choice: Tensor, experts: ExpertShape) -> Tensor:
     groups = experts.groups
     if groups is None:
         return choice
-    by_group = choice.view(len(choice), groups.n_groups, -1)
+    by_group = choice.view(len(choice), groups.n_groups, experts.n_experts // groups.n_groups)
     strength = by_group.topk(groups.n_best, -1).values.sum(-1)
     best = torch.zeros_like(strength, dtype=torch.bool).scatter(-1, _largest(strength, groups.n_used), True)
     return by_group.masked_fill(~best[..., None], -torch.inf).flatten(-2)
