@@ -105,6 +105,17 @@ def test_a_layer_too_many_is_noticed(tmp_path: Path, tiny_files: Path) -> None:
     assert "blk.2." in refusal(path, BadFile)
 
 
+def test_a_laguna_file_without_its_gates_or_with_a_short_list_of_windows_is_refused(
+    tmp_path: Path, tiny_files: Path
+) -> None:
+    gate = "model.layers.0.self_attn.g_proj.weight"
+    path = spoiled_gguf(tmp_path, tiny_files, name="laguna", tensors=lambda t: t.pop(gate))
+    assert "blk.0.attn_gate.weight is missing" in refusal(path)
+    short = setting("laguna.attention.sliding_window_pattern", [False])
+    path = spoiled_gguf(tmp_path, tiny_files, name="laguna", metadata=short)
+    assert "sliding_window_pattern is shorter than the" in refusal(path)
+
+
 @pytest.mark.parametrize("shape", [(64, 96), (32, 64), (64,), (2, 32, 64)], ids=str)
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(
     shape: tuple[int, ...], tmp_path: Path, tiny_files: Path

@@ -27,6 +27,7 @@ from ostinato.models.shape import (
     LayerShape,
     Shape,
     activation_from_config,
+    layer_types,
     limited,
     vocab_rows,
 )
@@ -127,11 +128,9 @@ def _experts_from_config(c: Description, n_layers: int) -> ExpertShape | None:
     if c.checkpoint.architecture == "DeepseekV2ForCausalLM":
         return _v2_experts(c, n_layers)
     experts = deepseek_from_config(c, n_layers)
-    kinds = c.raw("mlp_layer_types")
-    if kinds is None:
+    if not c.has("mlp_layer_types"):
         return experts
-    if not isinstance(kinds, list) or len(kinds) != n_layers or not set(kinds) <= {"dense", "sparse"}:
-        raise BadFile(f"{c.path}: mlp_layer_types must list {n_layers} of 'dense' and 'sparse'")
+    kinds = layer_types(c, n_layers, ("dense", "sparse"), key="mlp_layer_types")
     return replace(experts, dense_layers=frozenset(i for i, kind in enumerate(kinds) if kind == "dense"))
 
 

@@ -2,6 +2,7 @@
 shared block. Layers that see everything and layers that see a window differ in heads and rotary positions.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,10 +13,18 @@ from ostinato.models.experts import EXPERT_NAMES, count_from_config, experts_fro
 from ostinato.models.family import COMMON_NAMES, Family
 from ostinato.models.fields import Description
 from ostinato.models.rope import Rope
-from ostinato.models.shape import ExpertShape, Shape, by_window, common_from_config, common_from_gguf, layer_types
+from ostinato.models.shape import (
+    ExpertShape,
+    Shape,
+    by_window,
+    common_from_config,
+    common_from_gguf,
+    layer_types,
+    sliding_from_gguf,
+    with_factors,
+)
 
 FULL_EVERY = 4  # the first of so many layers sees everything, where a file has no list
-MLP_TYPES = ("dense", "sparse")
 
 
 def shape_from_gguf(f: Description) -> Shape:
@@ -25,15 +34,15 @@ def shape_from_gguf(f: Description) -> Shape:
     window = f.integer("attention.sliding_window", 0, least=0)
     if window:
         width = shape.widest(lambda one: one.head_width)
-        (whole,) = shape.rope_kinds
+        whole = with_factors(ropes.from_gguf(f, width, "halves"), f)
         base = f.positive("rope.freq_base_swa", whole.base)
         local = Rope(base, f.integer("rope.dimension_count_swa", width), "halves")
-        stated = f.raw("attention.sliding_window_pattern")
-        listed = stated is not None and not isinstance(stated, int)
-        every = FULL_EVERY if stated is None or listed else f.integer("attention.sliding_window_pattern")
-        sliding = [bool(stated[i]) if listed else bool(i % every) for i in range(shape.n_layers)]
+        sliding = sliding_from_gguf(f, shape.n_layers, FULL_EVERY, first=True)
         shape = by_window(shape, sliding, window, local=local, whole=whole)
-    return gated(shape, one_gate=f.tensors["blk.0.attn_gate.weight"].shape[0] == shape.attention[0].n_heads)
+    gate = f.tensors.get("blk.0.attn_gate.weight")
+    if gate is None or 0 not in shape.attention:
+        raise BadFile(f"{f.path}: the tensor blk.0.attn_gate.weight is missing; it is incomplete")
+    return gated(shape, one_gate=gate.shape[0] == shape.attention[0].n_heads)
 
 
 def shape_from_config(c: Description) -> Shape:
@@ -46,9 +55,9 @@ def shape_from_config(c: Description) -> Shape:
     shape = by_window(shape, sliding, c.integer("sliding_window", 512), local=local, whole=whole)
     if c.has("num_attention_heads_per_layer"):
         shape = shape.with_attention(n_heads=c.per_layer("num_attention_heads_per_layer", n))
-    kinds = c.raw("mlp_layer_types") or ["dense", *["sparse"] * (n - 1)]
-    if not isinstance(kinds, list) or len(kinds) != n or any(kind not in MLP_TYPES for kind in kinds):
-        raise BadFile(f"{c.path}: mlp_layer_types must list {n} of {MLP_TYPES[0]!r} and {MLP_TYPES[1]!r}")
+    kinds: Sequence[str] = ["dense", *["sparse"] * (n - 1)]
+    if c.has("mlp_layer_types"):
+        kinds = layer_types(c, n, ("dense", "sparse"), key="mlp_layer_types")
     experts = ExpertShape(
         count_from_config(c),
         c.integer("num_experts_per_tok"),

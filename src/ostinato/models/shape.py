@@ -500,15 +500,16 @@ def by_window(shape: Shape, sliding: Sequence[bool], window: int, *, local: Rope
     return shape.with_attention(window=tuple(window if one else None for one in sliding), rope=ropes_of)
 
 
-def sliding_from_gguf(f: Description, n_layers: int, every: int) -> Sequence[bool]:
-    """Which layers see a window: all but every `every`-th, unless the file has a number or a list of its own."""
+def sliding_from_gguf(f: Description, n_layers: int, every: int, *, first: bool = False) -> Sequence[bool]:
+    """Which layers see a window: all but the last of `every` (or the `first`), unless the file has a number or a list
+    of its own."""
     stated = f.raw("attention.sliding_window_pattern")
     if isinstance(stated, (list, np.ndarray)):
         if len(stated) < n_layers:
             raise BadFile(f"{f.path}: {f.prefix}attention.sliding_window_pattern is shorter than the {n_layers} layers")
         return [bool(one) for one in stated[:n_layers]]
     every = f.integer("attention.sliding_window_pattern", every)
-    return [bool((i + 1) % every) for i in range(n_layers)]
+    return [bool((i if first else i + 1) % every) for i in range(n_layers)]
 
 
 def sliding_from_config(c: Fields, n_layers: int, every: int) -> Sequence[bool]:
