@@ -11,7 +11,7 @@ import pytest
 
 from ostinato.errors import BadOption
 from ostinato.serve.errors import Refusal
-from ostinato.serve.served_models import ServedModel, ServedModels
+from ostinato.serve.served_models import ServedModel, ServedModels, restored
 from ostinato.serve.settings import ServeOptions
 
 GIB = 2**30
@@ -146,6 +146,51 @@ def test_after_a_while_a_busy_model_takes_no_further_requests_and_so_nobody_wait
     run(work())
 
 
+def test_only_one_busy_model_takes_no_further_requests_and_it_takes_them_again_when_there_is_room() -> None:
+    async def work() -> None:
+        played = Played([4, 4, 4])
+        for index in (0, 0, 1, 1):
+            task = await played.begun(index)
+            played.play()
+            await task
+        first, second, _ = played.models.all
+        waiting = await played.begun(2)
+        played.play()
+        played.now += 11
+        played.models._make_room()
+        played.models.release(first)  # it is no longer the one that was used longest ago
+        played.models.release(second)
+        assert [model.leaves for model in played.models.all] == [True, False, False]
+        played.models.release(first)
+        played.play()
+        assert (await waiting).id == "m2"
+        assert played.loaded == {1, 2}
+        assert await played.taken(1) is second
+
+    run(work())
+
+
+def test_a_busy_model_takes_requests_again_when_no_model_waits_for_its_memory() -> None:
+    async def work() -> None:
+        played = Played([6, 6])
+        task = await played.begun(0)
+        played.play()
+        first = await task
+        waiting = await played.begun(1)
+        played.play()
+        played.now += 11
+        played.models._make_room()
+        late = await played.begun(0)
+        assert first.leaves
+        assert not late.done()
+        played.end(1, "signal SIGKILL")
+        assert await late is first
+        with pytest.raises(Refusal, match="SIGKILL"):
+            await waiting
+
+    run(work())
+
+
 def test_who_waits_for_memory_and_leaves_gives_the_claim_up() -> None:
     async def work() -> None:
         played = Played([6, 6])
@@ -225,6 +270,31 @@ def test_requests_of_a_model_whose_process_dies_end_and_those_that_wait_go_to_th
         played._ask(0)
         played.play()
         assert await late is model
+
+    run(work())
+
+
+def test_a_new_front_has_no_model_load_where_another_is_in_memory() -> None:
+    async def work() -> None:
+        played = Played([6, 6])
+        sizes = {"device": "cpu", "need_bytes": 6 * GIB, "usable_bytes": 10 * GIB, "whole_bytes": 10 * GIB}
+        told: dict[str, list[dict[str, Any]]] = {
+            "0": [{"event": "starting"}, {"event": "needs", **sizes}],
+            "1": [{"event": "starting"}, {"event": "loads", **sizes}, {"event": "ready", "context": 64}],
+        }
+        restored(played.models, {key: [{**one, "model": int(key)} for one in some] for key, some in told.items()})
+        assert [(one["event"], one["model"]) for one in played.commands] == [("unload", 1)]
+
+    run(work())
+
+
+def test_a_model_that_was_unloaded_for_the_front_before_has_not_failed() -> None:
+    async def work() -> None:
+        played = Played([1])
+        played.models.heard({"event": "ready", "model": 0, "context": 64})
+        played.end(0, None, unloaded=True)
+        (model,) = played.models.all
+        assert (model.state, model.n_failures) == ("unloaded", 0)
 
     run(work())
 

@@ -177,10 +177,7 @@ class ServedModels:
             return
         model.asked_at = None
         self._end(model)
-        for other in self.all:
-            if other.leaves and other.state == "ready":
-                other.leaves = False
-                other.wake()
+        self._let_stay()
 
     def stop(self, refusal: Refusal) -> None:
         """End all requests, also those that wait for a model."""
@@ -220,7 +217,7 @@ class ServedModels:
     def _ended(self, model: ServedModel, event: ProcessEvent) -> None:
         why = event["why"]
         model.n_ends += 1
-        unloaded = model.state == "unloading" and event["unloaded"]
+        unloaded = event["unloaded"]
         model.may_load, model.asked_at, model.leaves = False, None, False
         model.restarts = Counter(event["restarts"])
         told = "the engine has died" if why is None else f"the engine has died: {why}"
@@ -246,12 +243,15 @@ class ServedModels:
             return  # what is free is known when that is over
         asking = [model for model in self.all if model.asked_at is not None and model.state == "loading"]
         if not asking:
+            if not any(one.state == "loading" and not one.may_load for one in self.all):
+                self._let_stay()  # nobody waits for memory
             return
         model = min(asking, key=lambda one: one.asked_at or 0.0)
         why = self._why_no_room(model)
         others = self._others(model)
         if why is None or not others:  # if it is alone, its process refuses what does not fit, with the figures
             model.asked_at, model.may_load = None, True
+            self._let_stay()
             self._tell({"event": "go", "model": model.index})
             return
         if any(other.state == "loading" for other in others):
@@ -262,12 +262,21 @@ class ServedModels:
             other.unloaded_for = why
             self._end(other, why)
             return
+        if any(other.leaves for other in others):
+            return  # it is idle soon
         assert model.asked_at is not None
         waits_s = self._clock() - model.asked_at
         if waits_s >= self._patience_s:
             min(others, key=lambda one: one.used_at).leaves = True
-        elif not any(other.leaves for other in others):
+        else:
             asyncio.get_running_loop().call_later(self._patience_s - waits_s + 0.01, self._make_room)
+
+    def _let_stay(self) -> None:
+        """No model waits for the memory of one that takes no further requests: it takes them again."""
+        for model in self.all:
+            if model.leaves:
+                model.leaves = False
+                model.wake()
 
     def _others(self, model: ServedModel) -> list[ServedModel]:
         """The other models that are in memory, or will be."""
@@ -302,6 +311,7 @@ class ServedModels:
 
 def restored(models: ServedModels, events: Mapping[str, list[ProcessEvent]]) -> None:
     """Bring the models of a new front to the state that their processes, which have outlived the last one, told."""
-    for told in events.values():
-        for event in told:
-            models.heard(event)
+    told = [event for some in events.values() for event in some]
+    # Whether there is room for a model is known when all those in memory are.
+    for event in sorted(told, key=lambda event: event["event"] == "needs"):
+        models.heard(event)
