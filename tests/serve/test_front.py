@@ -420,13 +420,18 @@ def test_draining_lets_those_who_wait_for_a_model_have_their_answer(two: tuple[P
 
 
 def test_a_second_signal_ends_those_who_wait_and_those_who_are_answered(two: tuple[Path, Path]) -> None:
-    with loading(two) as (server, _), ThreadPoolExecutor(2) as threads:
+    with loading(two) as (server, _), ThreadPoolExecutor(3) as threads:
         body = {"messages": HELLO, "stream": True, "ignore_eos": True}
         slow = {**body, "n": 2, "top_logprobs": 20, "logprobs": True}
         tasks = [threads.submit(server.post, CHAT, {"model": model, **slow}) for model in ("one", "two")]
-        server.until(lambda: server.front.models.all[1].n_waiting == 1 and server.front.models.all[0].n_running == 1)
+        whole = threads.submit(server.post, CHAT, {"model": "one", **slow, "stream": False})
+        server.until(lambda: server.front.models.all[1].n_waiting == 1 and server.front.models.all[0].n_running == 2)
+        began = time.monotonic()
         server.loop.call_soon_threadsafe(server.front.signalled)
         server.loop.call_soon_threadsafe(server.front.signalled)
+        reply = whole.result(60)  # no byte of its answer has been sent
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "draining")
+        assert time.monotonic() - began < forward._TOLD_S - 1
         for task in tasks:
             last = task.result(60).text.strip().split("\n\n")[-1].removeprefix("data: ")
             assert json.loads(last)["error"]["code"] == "draining"

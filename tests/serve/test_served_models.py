@@ -336,6 +336,8 @@ def test_names_and_aliases() -> None:
     assert options.names == (("one",), ("two", "2"), ("a",))
     assert options.of_engine(1).names == (("two", "2"),)
     assert ServeOptions.from_json(options.to_json()) == options
+    odd = ServeOptions("/x/a=b.gguf", alias=("c=d=a=b",))
+    assert odd.names == odd.of_engine(0).names == (("c=d",),)
     models = ServedModels(options, [""] * 3, print)
     assert models.find(None) is models.find("one") is models.find("one:latest") is models.all[0]
     assert models.find("2") is models.all[1]
@@ -353,6 +355,10 @@ def test_names_and_aliases() -> None:
         ({"more_models": ("/other/a.gguf",)}, "two models are called 'a'"),
         ({"more_models": ("b",), "alias": ("x", "x=b")}, "two models are called 'x'"),
         ({"models_max": 0}, "--models-max"),
+        (
+            {"more_models": ("b",), "alias": ("x=c",)},
+            "--alias x=c names no model that is given; .*'/models/a.gguf', 'b'",
+        ),
     ],
 )
 def test_names_that_cannot_be_told_apart_are_refused(words: dict[str, Any], told: str) -> None:

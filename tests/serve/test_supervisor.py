@@ -422,6 +422,77 @@ def supervised(code: str, *, ends: int = 1, tells: str = "", silent_s: float = 6
     return Supervisor(ServeOptions("x", port=0), said.append, silent_s=silent_s, **words).run(), said
 
 
+class PlayedChild:
+    """A process that is only told."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
+        self.started = time.monotonic()
+        self.was_ready = self.refused = self.terminated = False
+        self.died_of: tuple[str, str] | None = None
+
+    def tell(self, command: dict[str, Any]) -> None:
+        self.told.append(command)
+
+    def terminate(self) -> None:
+        self.terminated = True
+
+    def end(self) -> int:
+        return -9
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
+    """A supervisor of two models that starts no processes."""
+    monkeypatch.setattr(Supervisor, "_start_front", lambda _: PlayedChild())
+    monkeypatch.setattr(Supervisor, "_start_worker", lambda *_: PlayedChild())
+    made = Supervisor(ServeOptions("a", more_models=("b",), port=0), lambda _: None)
+    yield made
+    made._listening.close()
+
+
+def test_a_model_that_is_unloaded_while_the_server_drains_has_not_failed(played: Supervisor) -> None:
+    worker = played._workers[0]
+    worker.start()
+    played._front_said({"event": "unload", "model": 0, "why": None})
+    played._n_signals = 1
+    played._ended(worker, 0)
+    assert (worker.told[-1]["event"], worker.told[-1]["unloaded"], worker.told[-1]["why"]) == ("ended", True, None)
+
+
+def test_a_new_front_is_told_of_a_model_that_loads_that_it_has_room(played: Supervisor) -> None:
+    for worker in played._workers:
+        worker.start()
+    played._tell_front({"event": "starting", "model": 1})
+    for free in (1, 2):
+        played._worker_said(played._workers[1], 1, {"event": "needs", "usable_bytes": free})
+    assert [(one["event"], one.get("usable_bytes")) for one in played._workers[1].told] == [
+        ("starting", None),
+        ("needs", 2),
+    ]
+    played._front_said({"event": "go", "model": 1})
+    assert [one["event"] for one in played._workers[1].told] == ["starting", "loads"]
+
+
+def test_a_signal_between_two_fronts_reaches_the_second(played: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    played._front.start()
+    monkeypatch.setattr(played, "_talk", lambda _: played._signalled(signal.SIGTERM, None))
+    played._ended(played._front, -9)
+    second: Any = played._front.child
+    assert second.terminated
+
+
+def test_a_model_that_died_once_and_is_refused_later_is_not_tried_again(played: Supervisor) -> None:
+    worker = played._workers[0]
+    worker.start().was_ready = True
+    played._ended(worker, -9)
+    assert worker.child is not None
+    played._worker_said(worker, 0, {"event": "refused", "message": "it is damaged"})
+    played._ended(worker, 2)
+    assert worker.child is None
+    assert (worker.told[-1]["why"], worker.told[-1]["starting_another"]) == ("it is damaged", False)
+
+
 def test_a_worker_that_keeps_dying_young_is_given_up() -> None:
     exit_code, said = supervised("os.write(given['events'], ready)\nsys.exit(9)\n", ends=9)
     assert exit_code == 3

@@ -139,9 +139,11 @@ class ForwardedAnswer(Response):
             await self._relay(relay)
 
     async def _until_ended(self, n_ends: int) -> None:
-        """Wait until the supervisor has told that the process has ended."""
-        while self._model.n_ends == n_ends and await self._model.change_within(_TOLD_S):
-            pass
+        """Wait until the supervisor has told that the process has ended; refused if it is the server that stops."""
+        while self._model.n_ends == n_ends:
+            self._to.models.check_stopped()
+            if not await self._model.change_within(_TOLD_S):
+                return
 
     # Until the model is there
 

@@ -50,7 +50,7 @@ def protocol_with(head_s: float) -> type[HttpToolsProtocol]:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn over an application. The worker handles signals, because a server that drains still answers."""
+    """uvicorn over an application. Its process handles signals, because a server that drains still answers."""
 
     def __init__(self, app: ASGIApp, limits: ServeLimits) -> None:
         settings: dict[str, Any] = {

@@ -153,8 +153,7 @@ class ServedModels:
     def taken(self, model: ServedModel, n_failures: int) -> bool:
         """Begin to use a model if it is in memory; the caller must `release` it. Else have it loaded; refused if that
         has failed more than `n_failures` times."""
-        if self._stopped is not None:
-            raise self._stopped
+        self.check_stopped()
         if model.state == "ready" and not model.leaves:
             model.n_running += 1
             return True
@@ -185,6 +184,11 @@ class ServedModels:
         for model in self.all:
             model.wake()
             self._end_requests(model, refusal)
+
+    def check_stopped(self) -> None:
+        """Refuse a request if all have been ended."""
+        if self._stopped is not None:
+            raise self._stopped
 
     @staticmethod
     def _end_requests(model: ServedModel, refusal: Refusal) -> None:

@@ -1,6 +1,6 @@
 """How a server is set up: its address, its keys and origins, and the limits on a request.
 
-Frozen records, checked when made. They travel from the supervisor to its worker as JSON.
+Frozen records, checked when made. They travel from the supervisor to the front and the workers as JSON.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class ServeOptions:
             self,
             model=self.models[index],
             more_models=(),
-            alias=self.names[index],
+            alias=tuple(f"{name}={self.models[index]}" for name in self.names[index]),
             any_model=True,
             keys=(),
             no_key=True,
@@ -178,11 +178,14 @@ class ServeOptions:
 
 def _aliased(alias: str, models: Sequence[str]) -> tuple[int, str]:
     """The index of the model that an alias is for, and the name that it gives."""
-    name, equals, model = alias.partition("=")
+    if "=" not in alias:
+        return 0, alias
     for index, given in enumerate(models):
-        if equals and model in (given, name_of(given)):
-            return index, name
-    return 0, alias
+        for model in (given, name_of(given)):
+            if alias.endswith(f"={model}"):
+                return index, alias.removesuffix(f"={model}")
+    given_models = ", ".join(map(repr, models))
+    raise BadOption(f"--alias {alias} names no model that is given; give NAME=MODEL with one of {given_models}")
 
 
 def check_names(names: Sequence[Sequence[str]]) -> None:

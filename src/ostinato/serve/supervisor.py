@@ -41,7 +41,7 @@ _LONGEST_PATH: Final = 100  # of a socket, which is shorter than that of a file;
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The socket that every worker serves."""
+    """The socket that clients connect to; the front serves it."""
     try:
         return _listening(host, port)
     except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
@@ -159,6 +159,10 @@ class Kept:
         self.child = self._start()
         return self.child
 
+    def has_room(self) -> None:
+        """A new front need not make room for it."""
+        self.told = [{**one, "event": "loads"} if one["event"] == "needs" else one for one in self.told]
+
     def count_death(self, child: Child, kind: str) -> bool:
         """Count an unexpected end; False after too many early ones in a row."""
         self.restarts[kind] += 1
@@ -220,11 +224,9 @@ class Supervisor:
         return [self._front, *self._workers]
 
     def _run(self) -> int:
-        self._front.start()
+        self._begin_front()
         self._workers[0].start()
         self._tell_front({"event": "starting", "model": 0})
-        if self._n_signals and self._front.child is not None:
-            self._front.child.terminate()  # the signal came while there was no process to pass it on to
         while self._code is None:
             self._poll()
         self._end_workers()
@@ -257,6 +259,11 @@ class Supervisor:
 
     # Starting
 
+    def _begin_front(self) -> None:
+        front = self._front.start()
+        if self._n_signals:
+            front.terminate()  # the signal came while there was no process to pass it on to
+
     def _start_front(self) -> Child:
         given = {
             "options": self._options.to_json(),
@@ -280,8 +287,10 @@ class Supervisor:
         worker = self._workers[event["model"]]
         if event["event"] in ("starting", "ended"):
             worker.told.clear()
-        if event["event"] == "ready":  # a new front need not make room for it
-            worker.told = [{**one, "event": "loads"} if one["event"] == "needs" else one for one in worker.told]
+        if event["event"] == "ready":
+            worker.has_room()
+        if event["event"] == "needs":  # it may have looked again
+            worker.told = [one for one in worker.told if one["event"] != "needs"]
         worker.told.append(event)
         if self._front.child is not None:
             self._front.child.tell(event)
@@ -314,6 +323,8 @@ class Supervisor:
                     worker.child.terminate()
             case "go" | "look" as command:
                 worker = self._workers[event["model"]]
+                if command == "go":
+                    worker.has_room()
                 if worker.child is not None:
                     worker.child.tell({"command": command})
 
@@ -375,17 +386,17 @@ class Supervisor:
             self._code = 3
             return
         self._talk(f"the front ended: {reason}; starting another")
-        self._front.start()
+        self._begin_front()
 
     def _worker_ended(self, worker: Kept, child: Child, code: int) -> None:
         kind, reason = child.died_of or ("crash", _cause_of(code))
-        if self._n_signals:
-            self._tell_end(worker, reason)  # those who wait for it are told, and no other is started
-            return
         if worker.ends:
             self._tell_end(worker, None, unloaded=True)
             return
-        if not child.was_ready and not worker.restarts:
+        if self._n_signals:
+            self._tell_end(worker, reason)  # those who wait for it are told, and no other is started
+            return
+        if child.refused or (not child.was_ready and not worker.restarts):
             if not child.refused:
                 reason = f"the worker ended before the model was loaded: {reason}"
                 self._talk(f"error: {reason}" if len(self._workers) == 1 else f"error: {worker.name}: {reason}")
