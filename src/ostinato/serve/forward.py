@@ -84,6 +84,10 @@ class ModelForwarder:
         given = model.id, options.models[model.index], options.load.context
         return json_response(await self.service.in_thread(shown_file, *given))
 
+    def begun(self, record: Record) -> None:
+        if self._kept is not None:
+            self._kept.expect(record.id)
+
     def ended(self, record: Record) -> None:
         if self._kept is not None:
             self._kept.forget(record.id)
@@ -103,6 +107,7 @@ class ForwardedAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         relay = Relay(send, self._path, self._to.service.limits.write_s)
+        self._to.begun(self._record)
         try:
             if await while_connected(receive, self._pass(relay)) is None:
                 self._record.outcome = "cancelled"

@@ -86,7 +86,7 @@ class FrontStatus:
 async def _page(model: ServedModel, path: str) -> bytes | None:
     try:
         async with asyncio.timeout(_ANSWER_S), asked(model.socket, "GET", path.encode()) as answer:
-            return await answer.body()
+            return await answer.body() if answer.status == 200 else None
     except (UpstreamGone, TimeoutError):
         return None
 

@@ -103,9 +103,12 @@ class FrontKeeper:
     async def _ask(self, what: str, **words: Any) -> Any:
         try:
             async with asked(self._path, "POST", f"/{what}".encode(), body=_encode(words)) as answer:
-                return msgspec.json.decode(await answer.body())
+                body = await answer.body()
         except UpstreamGone as error:
             raise Refusal(503, "the responses that were kept are lost; ask again without them") from error
+        if answer.status != 200:
+            raise Refusal(503, "the responses that are kept could not be read or written; ask again")
+        return msgspec.json.decode(body)
 
 
 class KeptResponses:
@@ -113,7 +116,12 @@ class KeptResponses:
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
-        self._continued: dict[str, KeptResponse] = {}  # by the request that continues it
+        # By the request that continues it, of those that have not ended: a worker may ask for one that has.
+        self._continued: dict[str, KeptResponse | None] = {}
+
+    def expect(self, request: str) -> None:
+        """A request begins."""
+        self._continued[request] = None
 
     def forget(self, request: str) -> None:
         """A request has ended."""
@@ -128,7 +136,8 @@ class KeptResponses:
         found = self._store.get(words["id"])
         if found is None:
             return b"null"
-        self._continued[words["request"]] = found
+        if words["request"] in self._continued:
+            self._continued[words["request"]] = found
         return await _in_thread(lambda: _encode([item.model_dump(exclude_none=True) for item in found.conversation()]))
 
     async def _item(self, words: dict[str, Any]) -> bytes:
