@@ -25,7 +25,6 @@ from ostinato.loop.mode import DecodeMode
 from ostinato.loop.plan import Node
 from ostinato.models.mamba import MAMBA, without_attention
 from ostinato.models.shape import MambaShape
-from ostinato.models.tensors import Sizes
 from ostinato.options import Sampling
 from tests.backends.families import family_model
 from tests.engine.rig import GREEDY, Driver, open_loop
@@ -107,18 +106,9 @@ def mamba_model() -> Model:
     return RandomWeights(3).model(MAMBA, shape)
 
 
-class NarrowWeights(RandomWeights):
-    """In bfloat16, except what must be wide."""
-
-    dtype = torch.bfloat16
-
-    def take(self, name: str, shape: Sizes, *, exact: bool = False) -> Tensor:
-        return super().take(name, shape).to(torch.float32 if exact else self.dtype)
-
-
 def narrow_model(kind: MemoryKind) -> Model:
     family, shape = shape_of(kind, 128, 64, 1024)
-    return NarrowWeights(0).model(family, shape)
+    return RandomWeights(0, torch.bfloat16).model(family, shape)
 
 
 # Tokens and logits
