@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Final
@@ -125,6 +126,30 @@ def talk(text: str) -> None:
     sys.stderr.flush()
 
 
+class EventPipe:
+    """Writes events to the supervisor, without waiting for it: while it is suspended (Ctrl-Z) and the pipe is full,
+    heartbeats are dropped, and other events are kept until a later one can be written."""
+
+    def __init__(self, file: int) -> None:
+        os.set_blocking(file, False)
+        self._file, self._kept = file, b""
+        self._lock = threading.Lock()  # a model is loaded by a thread of its own
+
+    def __call__(self, event: ProcessEvent) -> None:
+        line = json.dumps(event).encode() + b"\n"
+        with self._lock:
+            # What is kept says as well that this process is alive.
+            is_beat = event["event"] == "alive" and not self._kept
+            self._kept += line if is_beat or event["event"] != "alive" else b""
+            try:
+                self._kept = self._kept[os.write(self._file, self._kept) :]
+            except BlockingIOError:
+                if is_beat:
+                    self._kept = b""
+            except OSError:
+                self._kept = b""  # the supervisor has died, which standard input tells
+
+
 def main(serve: Callable[[dict[str, Any], Tell], Coroutine[Any, Any, int]]) -> None:
     """Run a process of the server; its settings are the first line of standard input."""
     keep_stderr()
@@ -136,14 +161,7 @@ def main(serve: Callable[[dict[str, Any], Tell], Coroutine[Any, Any, int]]) -> N
         line += part
     given: dict[str, Any] = json.loads(line)
     events: int = given["events"]
-    os.set_blocking(events, False)
-
-    def tell(event: ProcessEvent) -> None:
-        # A line is short enough to be written whole or not at all: a suspended supervisor (Ctrl-Z) blocks no loop.
-        with suppress(OSError):
-            os.write(events, json.dumps(event).encode() + b"\n")
-
-    code = _runner()(serve(given, tell))
+    code = _runner()(serve(given, EventPipe(events)))
     sys.stderr.flush()
     # Not `sys.exit`, which waits for threads: one may still load, and those of a dead engine never end.
     os._exit(code)
