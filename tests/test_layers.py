@@ -27,6 +27,7 @@ PACKAGES = (
     "decoder",
     "engine",
     "calls",
+    "decode_session",
     "llm",
     "async_llm",
     "serve",

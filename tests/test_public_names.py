@@ -11,11 +11,12 @@ import ostinato
 from ostinato.options import LoadWords
 
 NAMES = [
-    "LLM", "AsyncLLM", "Batch", "Completion", "Decoder", "LoadOptions", "Piece", "Sampling", "Score", "Timings",
-    "__version__",
+    "LLM", "AsyncLLM", "Batch", "Completion", "DecodeCounts", "DecodeSession", "DecodedToken", "Decoder",
+    "LoadOptions", "Piece", "Sampling", "Score", "Timings", "__version__",
     "Aborted", "AllocationFailed", "BadFile", "BadInput", "BadOption", "BadTemplate", "ComputeFailed",
-    "ContextTooLarge", "DecodeError", "EngineDead", "FetchFailed", "HardwareCannot", "InternalError", "InvalidBatch",
-    "NoNetwork", "NoSlot", "OstinatoError", "PromptTooLong", "QueueFull", "UnknownName", "Unsupported",
+    "ContextTooLarge", "DecodeError", "DecodeInvariantError", "EngineDead", "FetchFailed", "HardwareCannot",
+    "InternalError", "InvalidBatch", "NoNetwork", "NoSlot", "OstinatoError", "PlanStale", "PromptTooLong", "QueueFull",
+    "UnknownName", "Unsupported",
 ]  # fmt: skip
 METHODS = {
     "activations", "chat", "chat_ids", "chat_text", "close", "context", "decoder", "detokenize", "device", "dtype",
@@ -25,6 +26,10 @@ METHODS = {
 }  # fmt: skip
 ASYNC_METHODS = {
     "chat", "close", "embed", "generate", "llm", "open", "rank", "score", "stream", "stream_chat", "token_logprobs",
+}  # fmt: skip
+SESSION_METHODS = {
+    "admit", "cancel", "close", "counts", "enter", "entered", "exit", "mode", "plan", "read", "running", "step",
+    "tokens", "trigger",
 }  # fmt: skip
 COMPLETION = [
     "text",
@@ -55,15 +60,20 @@ def test_the_records_have_these_fields() -> None:
     assert [f.name for f in dataclasses.fields(ostinato.Completion)] == COMPLETION
 
 
-def test_an_llm_has_these_methods() -> None:
-    for kind, methods in ((ostinato.LLM, METHODS), (ostinato.AsyncLLM, ASYNC_METHODS)):
+def test_the_classes_have_these_methods() -> None:
+    kinds = (
+        (ostinato.LLM, METHODS),
+        (ostinato.AsyncLLM, ASYNC_METHODS),
+        (ostinato.DecodeSession, SESSION_METHODS),
+    )
+    for kind, methods in kinds:
         assert {name for name, _ in inspect.getmembers(kind) if not name.startswith("_")} == methods
 
 
 def test_the_signature_of_an_llm_spells_the_options_out() -> None:
     options = {name: one.default for name, one in inspect.signature(ostinato.LoadOptions).parameters.items()}
     assert options.keys() == LoadWords.__annotations__.keys()
-    for kind in (ostinato.LLM, ostinato.AsyncLLM):
+    for kind in (ostinato.LLM, ostinato.AsyncLLM, ostinato.DecodeSession):
         found = {name: one.default for name, one in inspect.signature(kind).parameters.items()}
         assert {name: found.get(name) for name in options} == options
         assert found.keys() - options.keys() == {"model", "load", "progress", "talk"}

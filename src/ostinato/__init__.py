@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from ostinato.async_llm import AsyncLLM as AsyncLLM
+    from ostinato.decode_session import DecodeCounts as DecodeCounts
+    from ostinato.decode_session import DecodedToken as DecodedToken
+    from ostinato.decode_session import DecodeSession as DecodeSession
     from ostinato.decoder.batch.batch import Batch as Batch
     from ostinato.decoder.cells.decoder import Decoder as Decoder
     from ostinato.errors import Aborted as Aborted
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from ostinato.errors import ComputeFailed as ComputeFailed
     from ostinato.errors import ContextTooLarge as ContextTooLarge
     from ostinato.errors import DecodeError as DecodeError
+    from ostinato.errors import DecodeInvariantError as DecodeInvariantError
     from ostinato.errors import EngineDead as EngineDead
     from ostinato.errors import FetchFailed as FetchFailed
     from ostinato.errors import HardwareCannot as HardwareCannot
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from ostinato.errors import NoNetwork as NoNetwork
     from ostinato.errors import NoSlot as NoSlot
     from ostinato.errors import OstinatoError as OstinatoError
+    from ostinato.errors import PlanStale as PlanStale
     from ostinato.errors import PromptTooLong as PromptTooLong
     from ostinato.errors import QueueFull as QueueFull
     from ostinato.errors import UnknownName as UnknownName
@@ -45,6 +50,9 @@ _HOMES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "Batch": "decoder.batch.batch",
+    "DecodeCounts": "decode_session",
+    "DecodeSession": "decode_session",
+    "DecodedToken": "decode_session",
     "Decoder": "decoder.cells.decoder",
     "Completion": "llm",
     "Piece": "llm",
@@ -56,14 +64,15 @@ _HOMES = {
 
 _ERRORS = (
     "Aborted", "AllocationFailed", "BadFile", "BadInput", "BadOption", "BadTemplate", "ComputeFailed",
-    "ContextTooLarge", "DecodeError", "EngineDead", "FetchFailed", "HardwareCannot", "InternalError", "InvalidBatch",
-    "NoNetwork", "NoSlot", "OstinatoError", "PromptTooLong", "QueueFull", "UnknownName", "Unsupported",
+    "ContextTooLarge", "DecodeError", "DecodeInvariantError", "EngineDead", "FetchFailed", "HardwareCannot",
+    "InternalError", "InvalidBatch", "NoNetwork", "NoSlot", "OstinatoError", "PlanStale", "PromptTooLong", "QueueFull",
+    "UnknownName", "Unsupported",
 )  # fmt: skip
 _HOMES.update(dict.fromkeys(_ERRORS, "errors"))
 
 __all__ = [
-    "LLM", "AsyncLLM", "Batch", "Completion", "Decoder", "LoadOptions", "Piece", "Sampling", "Score", "Timings",
-    "__version__", *_ERRORS,
+    "LLM", "AsyncLLM", "Batch", "Completion", "DecodeCounts", "DecodeSession", "DecodedToken", "Decoder",
+    "LoadOptions", "Piece", "Sampling", "Score", "Timings", "__version__", *_ERRORS,
 ]  # fmt: skip
 
 
@@ -71,7 +80,7 @@ def __getattr__(name: str) -> "Any":
     from importlib import import_module
 
     if name in _HOMES:
-        if name in ("LLM", "AsyncLLM"):
+        if name in ("LLM", "AsyncLLM", "DecodeSession"):
             import_module("ostinato.backends.torch.amx").limit_early()  # must come before torch is loaded
         if name == "Decoder":
             import_module("ostinato.extras").check_extra("torch", "ostinato.Decoder")

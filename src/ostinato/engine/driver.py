@@ -6,7 +6,7 @@ token ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -14,7 +14,7 @@ from ostinato.backends.base import ChunkPart
 from ostinato.backends.runner import Runner
 from ostinato.cache.reserve import Reserve
 from ostinato.decoder.paged import PagedSequence, PagedSequences, SequencePart
-from ostinato.errors import EngineDead, InternalError, Unsupported
+from ostinato.errors import EngineDead, InternalError, NoSlot, Unsupported
 from ostinato.loop.host import Admission, OutEntry
 from ostinato.loop.layout import Word
 from ostinato.options import NEUTRAL, Sampling
@@ -36,7 +36,7 @@ class LoopDriver:
         self._generation = 0
         reserve = Reserve(runner.groups, runner.page_tokens, chunk_rows=runner.chunks.rows, share_prefixes=False)
         self._memory = PagedSequences(reserve, recurs=bool(runner.model.shape.recurrent))
-        self._sequences: list[PagedSequence] = []
+        self._sequences: dict[int, PagedSequence] = {}  # by generation
 
     def admit(
         self,
@@ -69,7 +69,7 @@ class LoopDriver:
             self._generation, prompt, most, tables, granted, sampling, stop_ids=stop_ids, rope_set=rope_set
         )
         runner.host.stage(slot, admission)
-        runner.beside(lambda: runner.chunks.first(slot)).result(DEADLINE_S)
+        self._beside(lambda: runner.chunks.first(slot))
         if admit and not runner.host.admit(slot, self._generation):
             raise InternalError("the inbox is full: more sequences than it holds were admitted before a step")
         return self._generation
@@ -93,8 +93,14 @@ class LoopDriver:
         """Compute a prompt into pages of its own; the page tables with which the loop goes on."""
         sequence = self._memory.open(prompt, n_positions, slot=slot, shared=False, rope_set=rope_set)
         if sequence is None:
-            raise InternalError(f"{self._memory.reserve.n_pages} pages of keys and values do not hold these sequences")
-        self._sequences.append(sequence)
+            reserve = self._memory.reserve
+            raise NoSlot(
+                f"keys and values of {n_positions} positions do not fit: {reserve.n_available} of {reserve.n_pages} "
+                f"pages of {reserve.page_tokens} positions are free; wait until a sequence has ended, or ask for fewer "
+                "tokens",
+                reason="pages",
+            )
+        self._sequences[self._generation] = sequence
         rows = self._rows(len(prompt))
         while sequence.n_left:
             part = SequencePart(sequence, min(rows, sequence.n_left))
@@ -109,7 +115,23 @@ class LoopDriver:
         def run() -> None:
             self.runner.chunks.run([part], rows)
 
-        self.runner.beside(run).result(DEADLINE_S)
+        self._beside(run)
+
+    def _beside(self, job: Callable[[], None]) -> None:
+        """Run a job on the device to its end. A loop that runs `alone` yields for it and is triggered again."""
+        runner = self.runner
+        yields = runner.start.alone and runner.decode_mode.running
+        if yields:
+            runner.host.set_yield(True)
+        try:
+            runner.beside(job).result(DEADLINE_S)
+            if yields and not runner.start.wait(DEADLINE_S):
+                raise EngineDead(f"the loop did not yield within {DEADLINE_S:.0f} s")
+        finally:
+            if yields:
+                runner.host.set_yield(False)
+        if yields:
+            runner.decode_mode.trigger()
 
     def run(self) -> None:
         """Trigger, wait until there are no live slots, and collect the entries."""
@@ -147,9 +169,13 @@ class LoopDriver:
 
     def forget(self) -> None:
         """All sequences have ended: release their pages, and drop the entries."""
-        while self._sequences:
-            self._memory.close(self._sequences.pop())
+        for generation in list(self._sequences):
+            self.release(generation)
         self.entries = []
+
+    def release(self, generation: int) -> None:
+        """A sequence has ended: release its pages."""
+        self._memory.close(self._sequences.pop(generation))
 
     def synchronize(self) -> None:
         """Wait for the device, so that the loop's stream sees what torch wrote on its own stream."""
