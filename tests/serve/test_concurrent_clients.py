@@ -318,7 +318,7 @@ def test_embeddings_take_turns_in_a_bounded_line_that_whoever_leaves_is_out_of(
         yield np.ones(4, np.float32)
 
     body = {"input": "x"}
-    with serving(tiny, llm={"context": 64, "slots": 1}, limits=ServeLimits(beside_line=1)) as server:
+    with serving(tiny, llm={"context": 64, "slots": 1}, limits=ServeLimits(work_queue=1)) as server:
         monkeypatch.setattr(server.llm, "each_embedding", slow)
         with ThreadPoolExecutor(2) as clients:
             first = clients.submit(server.post, "/v1/embeddings", body)

@@ -56,9 +56,12 @@ def chatted(server: Fronted, model: str | None, **more: Any) -> dict[str, Any]:
 
 
 def test_each_model_answers_to_its_names_and_the_first_to_none(fronted: Fronted, two: tuple[Path, Path]) -> None:
-    assert [chatted(fronted, name)["model"] for name in (None, "first", "1", "1:latest")] == ["first"] * 4
-    assert [chatted(fronted, name)["model"] for name in ("two", str(two[1]))] == ["two"] * 2
-    for name in ("one", "three", "two:7b"):
+    asked = (None, "first", "1", "1:latest", "one", "two", str(two[1]))
+    answered = [chatted(fronted, name) for name in asked]
+    assert [reply["model"] for reply in answered] == ["first", *asked[1:]]
+    alike = {reply["choices"][0]["message"]["content"] for reply in answered[:5]}
+    assert len(alike) == 1
+    for name in ("three", "two:7b"):
         reply = fronted.post(CHAT, {"model": name, "messages": HELLO})
         assert reply.status_code == 404
         error = reply.json()["error"]
@@ -71,6 +74,8 @@ def test_all_models_are_listed_in_every_api_whether_they_are_loaded_or_not(front
     with fronted.openai() as client:
         assert [model.id for model in client.models.list()][:2] == ["first", "two"]
         assert client.models.retrieve("1").id == "1"
+        (first, *_) = fronted.get("/v1/models").json()["data"]
+        assert first["aliases"] == ["1", "one"]  # without the path of its file
     with anthropic.Anthropic(base_url=fronted.url, api_key="none") as other:
         assert [model.id for model in other.models.list()][:2] == ["first", "two"]
     with ollama_client(fronted) as local:
@@ -195,6 +200,13 @@ def test_any_model_answers_to_any_name_and_says_that_it_was_ignored(two: tuple[P
         reply = server.post(CHAT, {"model": "gpt-4o", "messages": HELLO, **FEW, "priority": 3})
         assert reply.json()["model"] == "one"
         assert reply.headers["x-ostinato-ignored"] == "model, priority"
+        for path, body in (
+            ("/api/generate", {"prompt": "x", "options": {"num_predict": 2}, "stream": False}),
+            ("/v1/messages", {"messages": HELLO, "max_tokens": 2}),
+            ("/v1/responses", {"input": "x", "max_output_tokens": 2}),
+        ):
+            assert server.post(path, {"model": "gpt-4o", **body}).json()["model"] == "one"
+        assert server.get("/v1/models/gpt-4o").json()["id"] == "one"
         reply = server.post(CHAT, {"model": "one", "messages": HELLO, **FEW})
         assert "x-ostinato-ignored" not in reply.headers
 

@@ -448,7 +448,7 @@ def test_the_model_is_listed_shown_and_in_memory(ours: ollama.Client, server: Ru
 
 def test_latest_is_the_model_itself_on_every_path(server: Running) -> None:
     assert ask(server, {"model": "tiny:latest"})["model"] == "tiny:latest"
-    assert chat_of(server, [HELLO], model="tiny:latest")["model"] == "tiny"
+    assert chat_of(server, [HELLO], model="tiny:latest")["model"] == "tiny:latest"
     assert "'tiny' is" in refused(server, {"model": "tiny:7b", "messages": [HELLO]}, status=404)
 
 

@@ -160,7 +160,7 @@ def test_only_one_busy_model_takes_no_further_requests_and_it_takes_them_again_w
         played.models._make_room()
         played.models.release(first)  # it is no longer the one that was used longest ago
         played.models.release(second)
-        assert [model.leaves for model in played.models.all] == [True, False, False]
+        assert [model.draining for model in played.models.all] == [True, False, False]
         played.models.release(first)
         played.play()
         assert (await waiting).id == "m2"
@@ -181,7 +181,7 @@ def test_a_busy_model_takes_requests_again_when_no_model_waits_for_its_memory() 
         played.now += 11
         played.models._make_room()
         late = await played.begun(0)
-        assert first.leaves
+        assert first.draining
         assert not late.done()
         played.end(1, "signal SIGKILL")
         assert await late is first
@@ -333,19 +333,30 @@ def test_random_requests_are_all_answered_and_memory_is_never_exceeded() -> None
 
 def test_names_and_aliases() -> None:
     options = ServeOptions("/x/a.gguf", more_models=("smollm2", "b"), alias=("one", "two=smollm2", "2=smollm2", "a=b"))
-    assert options.names == (("one",), ("two", "2"), ("a",))
-    assert options.of_engine(1).names == (("two", "2"),)
+    # `a` is an alias of another model, and so not the first one's own name.
+    assert options.names == (("one", "/x/a.gguf"), ("two", "2", "smollm2"), ("a", "b"))
+    assert options.of_engine(1).names == (("two", "2", "smollm2"),)
     assert ServeOptions.from_json(options.to_json()) == options
     odd = ServeOptions("/x/a=b.gguf", alias=("c=d=a=b",))
-    assert odd.names == odd.of_engine(0).names == (("c=d",),)
+    assert odd.names == odd.of_engine(0).names == (("c=d", "a=b", "/x/a=b.gguf"),)
     models = ServedModels(options, [""] * 3, print)
     assert models.find(None) is models.find("one") is models.find("one:latest") is models.all[0]
-    assert models.find("2") is models.all[1]
+    assert models.find("2") is models.find("smollm2") is models.all[1]
+    assert models.find("a") is models.find("b") is models.all[2]
     with pytest.raises(Refusal, match="'x' is not served here; 'one', 'two' and 'a' are") as caught:
         models.find("x")
     assert caught.value.status == 404
-    anything = ServedModels(ServeOptions("a", more_models=("b",), any_model=True), ["", ""], print)
+    anything = ServedModels(ServeOptions("a", more_models=("b",), alias=("x=b",), any_model=True), ["", ""], print)
     assert anything.find("gpt-4") is anything.all[0]
+    assert anything.find("b") is anything.find("x") is anything.all[1]
+
+
+def test_files_of_one_name_are_told_apart_by_aliases() -> None:
+    paths = ("/q4/a.gguf", "/q8/a.gguf")
+    one = ServeOptions(paths[0], more_models=paths[1:], alias=("large=/q8/a.gguf",))
+    assert one.names == (("a", "/q4/a.gguf"), ("large", "/q8/a.gguf"))
+    both = ServeOptions(paths[0], more_models=paths[1:], alias=("small", "large=/q8/a.gguf"))
+    assert both.names == (("small", "/q4/a.gguf"), ("large", "/q8/a.gguf"))
 
 
 @pytest.mark.parametrize(

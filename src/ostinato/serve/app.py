@@ -314,9 +314,10 @@ def _add_texts(app: FastAPI, service: Service) -> None:
 def _add_status(app: FastAPI, status: ServerStatus) -> None:
     def entry(card: ModelCard, request: Request) -> dict[str, Any]:
         if uses_anthropic(request.scope):
-            return anthropic_model(*card)
+            return anthropic_model(card.id, card.created, card.context)
         known = {} if card.context is None else {"max_model_len": card.context}
-        return {"id": card.id, "object": "model", "created": card.created, "owned_by": "ostinato", **known}
+        named = {"aliases": card.aliases} if card.aliases else {}
+        return {"id": card.id, "object": "model", "created": card.created, "owned_by": "ostinato", **known, **named}
 
     @app.get("/models", include_in_schema=False)
     @app.get("/v1/models", tags=["status"], summary="What is served", responses=_GET)

@@ -29,7 +29,7 @@ async def embed(service: Service, body: EmbeddingBody, request: Request) -> Resp
         return client_gone(record)
     data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
     usage = {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens}
-    return json_response({"object": "list", "data": data, "model": service.model_id, "usage": usage})
+    return json_response({"object": "list", "data": data, "model": service.answers_as(body.model), "usage": usage})
 
 
 async def vectors_of(

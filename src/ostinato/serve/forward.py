@@ -25,7 +25,7 @@ from ostinato.serve.relay import Relay, refusal_in
 from ostinato.serve.response_keeper import KeptResponses
 from ostinato.serve.served_models import ServedModel, ServedModels
 from ostinato.serve.service import Service
-from ostinato.serve.settings import LATEST
+from ostinato.serve.settings import is_among, name_in_answer
 from ostinato.serve.stream import EVENTS, KEEP_ALIVE, LINES, json_response, while_connected
 from ostinato.serve.upstream import CLIENT, ID, UpstreamGone, asked
 
@@ -183,7 +183,7 @@ class ForwardedAnswer(Response):
         """A part that means nothing, for a stream. Its head goes first: an error is an event from then on."""
         comment, kind = KEEP_ALIVE, EVENTS
         if shape := _OLLAMA.get(self._path):
-            name = self._given.model_name or self._model.id
+            name = name_in_answer(self._given.model_name, self._model.names)
             comment, kind = AnswerHead(name, shape, self._to.service.clock).lines([{}]), LINES
         streams = self._given.stream if shape is None else self._given.stream is not False
         if streams is not True:
@@ -230,7 +230,7 @@ class ForwardedAnswer(Response):
         """The headers of the answer; with `--any-model`, a name that another model answers to is named as ignored."""
         passed = [pair for pair in headers if pair[0] not in _NOT_PASSED]
         name = self._given.model_name
-        if name is None or name.removesuffix(LATEST) in self._model.names or name in self._model.names:
+        if name is None or is_among(name, self._model.names):
             return passed
         before = [value.decode() for key, value in passed if key == IGNORED.encode()]
         noted = ignored_header(["model", *(one for value in before for one in value.split(", "))])[IGNORED]

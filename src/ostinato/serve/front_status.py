@@ -17,6 +17,7 @@ from ostinato.serve import merged
 from ostinato.serve.ollama_models import listed_file
 from ostinato.serve.served_models import ServedModel, ServedModels
 from ostinato.serve.service import Service
+from ostinato.serve.settings import aliases_of, name_in_answer
 from ostinato.serve.status import ModelCard
 from ostinato.serve.upstream import UpstreamGone, asked
 
@@ -36,10 +37,11 @@ class FrontStatus:
         return [self._card(model) for model in self._models.all]
 
     def card(self, name: str) -> ModelCard:
-        return self._card(self._models.find(name))._replace(id=name)
+        model = self._models.find(name)
+        return self._card(model)._replace(id=name_in_answer(name, model.names))
 
     def _card(self, model: ServedModel) -> ModelCard:
-        return ModelCard(model.id, self._service.started, model.facts.get("context"))
+        return ModelCard(model.id, self._service.started, model.facts.get("context"), aliases_of(model.names))
 
     async def health(self) -> dict[str, Any]:
         service, models = self._service, self._models.all

@@ -48,7 +48,7 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
     answers, reader = await submitted(service, llm, asked.conversation, record)
     omitted = body.thinking is not None and body.thinking.display == "omitted"
     content = AnswerParts(AnswerDeltas(reader(), logprobs=False), NewBlock(shows_thinking=not omitted))
-    reply = MessageReply(service.model_id, body.max_tokens, answers, content, record)
+    reply = MessageReply(service.answers_as(body.model), body.max_tokens, answers, content, record)
     headers = ignored_header(asked.ignored)
     if body.stream:
         write_s = service.limits.write_s

@@ -59,7 +59,7 @@ async def _answer(service: Service, body: AnswerBody, request: Request, shape: M
     record: Record = request.state.record
     llm = service.llm(body.model)
     asked = await service.in_thread(translated, service, llm, body)
-    head = AnswerHead(body.model or service.model_id, shape, service.clock)
+    head = AnswerHead(service.answers_as(body.model), shape, service.clock)
     headers = ignored_header(asked.ignored)
     streams = body.stream is not False
     if not asked.conversation.messages:
@@ -156,7 +156,7 @@ def as_response(part: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What every line of an answer begins with. `model`: as the client named it."""
+    """What every line of an answer begins with."""
 
     model: str
     shape: MessageShape
@@ -256,7 +256,7 @@ async def embed(service: Service, body: EmbedBody, request: Request) -> Response
     if vectors is None:
         return client_gone(record)
     content = {
-        "model": body.model or service.model_id,
+        "model": service.answers_as(body.model),
         "embeddings": vectors,
         "total_duration": _ns(time.perf_counter() - record.started),
         "load_duration": 0,

@@ -54,7 +54,7 @@ async def reply(
         "id": id,
         "object": kind,
         "created": int(service.clock()),
-        "model": service.model_id,
+        "model": service.answers_as(body.model),
         "system_fingerprint": service.system_fingerprint,
     }
     if body.stream:

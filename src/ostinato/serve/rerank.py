@@ -51,7 +51,7 @@ async def rerank(service: Service, body: RerankBody, request: Request) -> Respon
         for index in best
     ]
     usage = {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens}
-    content = {"id": f"rerank-{record.id}", "object": "list", "model": service.model_id}
+    content = {"id": f"rerank-{record.id}", "object": "list", "model": service.answers_as(body.model)}
     return json_response({**content, "results": results, "usage": usage})
 
 

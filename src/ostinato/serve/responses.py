@@ -290,7 +290,7 @@ class ResponseReply:
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": None,
             "metadata": body.metadata or {},
-            "model": self._service.model_id,
+            "model": self._service.answers_as(body.model),
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,

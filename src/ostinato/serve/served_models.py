@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 from ostinato.engine.choose import Room, gib
 from ostinato.serve.errors import Refusal
 from ostinato.serve.process import ProcessEvent, Tell
-from ostinato.serve.settings import LATEST, ServeOptions
+from ostinato.serve.settings import ServeOptions, is_among
 
 # `loading`: its process is started, and may still wait for memory. `failed`: it is not in memory, and `why` says why.
 ModelState = Literal["unloaded", "loading", "ready", "unloading", "failed"]
@@ -37,7 +37,7 @@ class ServedModel:
         self.room: Room | None = None
         self.may_load = False  # its process has been told that there is room
         self.asked_at: float | None = None  # when it asked for room that there is not yet
-        self.leaves = False  # it takes no further requests, because another model has waited long for its memory
+        self.draining = False  # it takes no further requests, because another model has waited long for its memory
         self.n_running = self.n_waiting = 0  # requests
         self.used_at = 0.0
         self.n_loads = self.n_unloads = self.n_failures = self.n_ends = 0
@@ -53,7 +53,7 @@ class ServedModel:
     @property
     def is_idle(self) -> bool:
         # Requests that have waited for it begin in a moment, unless it takes no more.
-        return self.state == "ready" and not self.n_running and (not self.n_waiting or self.leaves)
+        return self.state == "ready" and not self.n_running and (not self.n_waiting or self.draining)
 
     def change(self, state: ModelState, why: str | None = None) -> None:
         self.state, self.why = state, why
@@ -128,7 +128,7 @@ class ServedModels:
         if name is None:
             return self.first
         for model in self.all:
-            if name in model.names or name.removesuffix(LATEST) in model.names:
+            if is_among(name, model.names):
                 return model
         if self._options.any_model:
             return self.first
@@ -154,7 +154,7 @@ class ServedModels:
         """Begin to use a model if it is in memory; the caller must `release` it. Else have it loaded; refused if that
         has failed more than `n_failures` times."""
         self.check_stopped()
-        if model.state == "ready" and not model.leaves:
+        if model.state == "ready" and not model.draining:
             model.n_running += 1
             return True
         if model.n_failures > n_failures:
@@ -222,7 +222,7 @@ class ServedModels:
         why = event["why"]
         model.n_ends += 1
         unloaded = event["unloaded"]
-        model.may_load, model.asked_at, model.leaves = False, None, False
+        model.may_load, model.asked_at, model.draining = False, None, False
         model.restarts = Counter(event["restarts"])
         told = "the engine has died" if why is None else f"the engine has died: {why}"
         self._end_requests(model, Refusal(503, f"{told}; ask again", code="engine_restarting"))
@@ -266,20 +266,20 @@ class ServedModels:
             other.unloaded_for = why
             self._end(other, why)
             return
-        if any(other.leaves for other in others):
+        if any(other.draining for other in others):
             return  # it is idle soon
         assert model.asked_at is not None
         waits_s = self._clock() - model.asked_at
         if waits_s >= self._patience_s:
-            min(others, key=lambda one: one.used_at).leaves = True
+            min(others, key=lambda one: one.used_at).draining = True
         else:
             asyncio.get_running_loop().call_later(self._patience_s - waits_s + 0.01, self._make_room)
 
     def _let_stay(self) -> None:
         """No model waits for the memory of one that takes no further requests: it takes them again."""
         for model in self.all:
-            if model.leaves:
-                model.leaves = False
+            if model.draining:
+                model.draining = False
                 model.wake()
 
     def _others(self, model: ServedModel) -> list[ServedModel]:

@@ -24,7 +24,7 @@ from ostinato.serve.log import Write, new_id, write_line
 from ostinato.serve.metrics import Metrics
 from ostinato.serve.response_keeper import LocalKeeper, ResponseKeeper
 from ostinato.serve.response_store import ResponseStore
-from ostinato.serve.settings import LATEST, ServeOptions
+from ostinato.serve.settings import ServeOptions, is_among, name_in_answer
 from ostinato.text.reasoning import Reasoning
 from ostinato.text.tools import ToolFormat
 
@@ -75,7 +75,7 @@ class Service:
         self._beside_threads = ThreadPoolExecutor(_BESIDE_THREADS, "ostinato-beside")
         self._n_beside = 0
         self._dispatcher: TokenDispatcher | None = None
-        self.model_ids = options.names[0]  # every name by which a request may call the model; the first is its own
+        self.model_names = options.names[0]  # every name by which a request may call the model; the first is its id
 
     # Life
 
@@ -138,11 +138,13 @@ class Service:
 
     def check_name(self, model: str) -> None:
         """Refuse a name that is not the model's."""
-        if self.options.any_model:
-            return
-        if model not in self.model_ids and model.removesuffix(LATEST) not in self.model_ids:
+        if not self.options.any_model and not is_among(model, self.model_names):
             message = f"the model {model!r} is not served here; {self.model_id!r} is"
             raise Refusal(404, message, param="model", code="model_not_found")
+
+    def answers_as(self, model: str | None) -> str:
+        """What the answer to a request that named `model` calls it."""
+        return name_in_answer(model, self.model_names)
 
     def check_length(self, text: str, field: str) -> None:
         """Refuse a text that exceeds the context in any tokenization, before seconds are spent on tokenizing."""
@@ -158,7 +160,7 @@ class Service:
 
     @property
     def model_id(self) -> str:
-        return self.model_ids[0]
+        return self.model_names[0]
 
     def begin(self) -> None:
         """Begin to answer a request; the caller must `end` it."""
@@ -193,8 +195,8 @@ class Service:
 
         If the caller is cancelled, the work leaves the queue, or ends after the part that is being made.
         """
-        if self._n_beside > self.limits.beside_line:
-            n = self.limits.beside_line
+        if self._n_beside > self.limits.work_queue:
+            n = self.limits.work_queue
             raise Refusal(429, f"{n} requests wait for embeddings, ranking or logprobs; try again later")
         self._n_beside += 1
         try:

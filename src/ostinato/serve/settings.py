@@ -45,7 +45,7 @@ class ServeLimits:
     unread_tokens: int = 8192  # generated for one client and not read yet
     choices: int = 128  # answers to one request: prompts times `n`
     inputs: int = 2048  # texts of one request for embeddings
-    beside_line: int = 64  # requests that wait for what is computed beside the answers: embeddings, prompts' logprobs
+    work_queue: int = 64  # requests that wait for embeddings, ranking or logprobs of prompts
     kept_bytes: int = 64 * 2**20  # of all responses that are kept for later requests
     fault_s: float = 5.0  # from an engine's death to the process's, to send error events
 
@@ -63,8 +63,8 @@ class ServeOptions:
         load: how they are loaded.
         host: the address to listen at; one that other machines can reach needs a key, or `no_key`.
         port: 0 takes a free one.
-        alias: what clients call a model: `NAME` is the first one's, `NAME=MODEL` that of another. A model without an
-            alias is called as it was given, and by the name of its file.
+        alias: further names of a model, beside those that it has: `NAME` is the first one's, `NAME=MODEL` that of
+            another. The first alias of a model is its id.
         any_model: a name that is not served means the first model.
         models_max: how many models may be in memory at once; None is as many as fit.
         keys: API keys of at least 8 visible ASCII characters; any of them opens the server.
@@ -135,15 +135,25 @@ class ServeOptions:
     def names(self) -> tuple[tuple[str, ...], ...]:
         """What clients may call each of the models; the first name is the model's id.
 
+        A model keeps its own names beside its aliases, unless another model is called so.
+
         >>> ServeOptions("a.gguf", more_models=("b.gguf",), alias=("x=b", "y=b")).names
-        (('a', 'a.gguf'), ('x', 'y'))
+        (('a', 'a.gguf'), ('x', 'y', 'b', 'b.gguf'))
         """
         given: list[list[str]] = [[] for _ in self.models]
         for alias in self.alias:
             index, name = _aliased(alias, self.models)
             given[index].append(name)
-        own = [(name_of(model), model) for model in self.models]
-        return tuple(tuple(dict.fromkeys(names or own[index])) for index, names in enumerate(given))
+        own = [[name_of(model), model] for model in self.models]
+        sure = [names or own[index] for index, names in enumerate(given)]
+
+        def of_others(index: int) -> set[str]:
+            return {name for other in range(len(own)) if other != index for name in (*sure[other], *own[other])}
+
+        return tuple(
+            tuple(dict.fromkeys((*sure[index], *(name for name in own[index] if name not in of_others(index)))))
+            for index in range(len(own))
+        )
 
     def of_engine(self, index: int) -> ServeOptions:
         """The settings of one model's process: the front has checked keys, hosts and names already."""
@@ -195,6 +205,29 @@ def check_names(names: Sequence[Sequence[str]]) -> None:
         raise BadOption("--alias is empty; it must be what clients call the model")
     if twice := [name for name, n in counts.items() if n > 1]:
         raise BadOption(f"two models are called {twice[0]!r}; give one of them another name, with --alias NAME=MODEL")
+
+
+def is_among(name: str, names: Sequence[str]) -> bool:
+    """Whether a request's name of a model is one of these.
+
+    >>> is_among("smollm2:latest", ["smollm2"]), is_among("smollm2:135m", ["smollm2"])
+    (True, False)
+    """
+    return name in names or name.removesuffix(LATEST) in names
+
+
+def name_in_answer(asked: str | None, names: Sequence[str]) -> str:
+    """What an answer calls a model with these names: what its request did, unless that is none of them."""
+    return asked if asked is not None and is_among(asked, names) else names[0]
+
+
+def aliases_of(names: Sequence[str]) -> list[str]:
+    """The names of a model beside its id, as lists show them: without paths, which are the operator's.
+
+    >>> aliases_of(("mine", "Qwen3-0.6B", "/models/Qwen3-0.6B.gguf"))
+    ['Qwen3-0.6B']
+    """
+    return [name for name in names[1:] if name_of(name) == name]
 
 
 def name_of(model: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ostinato.serve.ollama_models import listed, running
 from ostinato.serve.service import Service
+from ostinato.serve.settings import aliases_of
 
 
 class ModelCard(NamedTuple):
@@ -18,6 +19,7 @@ class ModelCard(NamedTuple):
     id: str
     created: int
     context: int | None
+    aliases: list[str]
 
 
 class ServerStatus(Protocol):
@@ -56,11 +58,12 @@ class EngineStatus:
 
     def card(self, name: str) -> ModelCard:
         self._service.check_name(name)
-        return self._card(name)
+        return self._card(self._service.answers_as(name))
 
     def _card(self, id: str) -> ModelCard:
         llm = self._service.model
-        return ModelCard(id, self._service.started, None if llm is None else llm.context)
+        aliases = aliases_of(self._service.model_names)
+        return ModelCard(id, self._service.started, None if llm is None else llm.context, aliases)
 
     async def health(self) -> dict[str, Any]:
         return self._service.health()
