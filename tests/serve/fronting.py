@@ -70,7 +70,7 @@ class Fronted(Client):
 
         def tell(event: dict[str, Any]) -> None:
             if event["event"] == "refused":
-                refused.append(event["message"])
+                refused.append(event["told"])
             if event["event"] in ("needs", "ready", "fault"):
                 self.loop.call_soon_threadsafe(self.heard, index, event)
 
@@ -103,7 +103,7 @@ class Fronted(Client):
 
 def admitted(options: ServeOptions, index: int) -> LLM:
     """A model as a worker loads it, without waiting for room."""
-    return AdmittedLLM(options.models[index], options.load, lambda _: None, lambda _: None, lowers_context=True)
+    return AdmittedLLM(options.models[index], options.load, lambda _: None, lambda _: None, beside_others=True)
 
 
 @contextmanager

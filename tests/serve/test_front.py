@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 import threading
 import time
@@ -18,10 +19,12 @@ import ollama
 import pytest
 
 from ostinato import LLM
-from ostinato.errors import BadFile
+from ostinato.errors import BadFile, Unsupported
+from ostinato.options import LoadOptions
 from ostinato.serve import forward, upstream
 from ostinato.serve.settings import ServeLimits
 from ostinato.serve.upstream import UpstreamGone
+from ostinato.serve.worker import AdmittedLLM
 from tests.cli import tiny_model
 from tests.models import tiny_encoders
 from tests.serve.fronting import Fronted, fronting
@@ -144,7 +147,7 @@ def test_one_line_of_the_log_for_each_request_with_the_id_and_the_client(fronted
     assert reply.json()["id"] == f"chatcmpl-{id}"
     fronted.until(lambda: any(line["id"] == id for line in fronted.log))  # it is written after the last byte
     (line,) = [line for line in (*fronted.log, *fronted.front_log) if line["id"] == id]
-    assert (line["client"], line["outcome"], line["tokens"]) == ("127.0.0.1", "length", 4)
+    assert (line["client"], line["model"], line["outcome"], line["tokens"]) == ("127.0.0.1", "first", "length", 4)
     refused = fronted.post(CHAT, {"model": "none", "messages": HELLO}).headers["x-request-id"]
     fronted.until(lambda: any(line["id"] == refused for line in fronted.front_log))
     assert [line["status"] for line in (*fronted.log, *fronted.front_log) if line["id"] == refused] == [404]
@@ -230,6 +233,22 @@ def test_a_client_that_does_not_read_is_given_up_and_its_model_is_idle_again(two
         assert chatted(server, "one")["model"] == "one"
 
 
+def test_a_model_that_cannot_be_shown_is_told_shortly_and_without_its_folder(
+    two: tuple[Path, Path], tmp_path: Path
+) -> None:
+    def rename(metadata: dict[str, Any]) -> None:
+        metadata["general.architecture"].value = "novel"
+
+    with fronting(two[0], tiny_model.write(tmp_path / "novel.gguf", change=rename)) as server:
+        reply = server.post("/api/show", {"model": "novel"})
+        assert reply.status_code == 503
+        assert reply.json()["error"].startswith("novel cannot be loaded: novel.gguf: the architecture 'novel' is not")
+        asked = server.post(CHAT, {"model": "novel", "messages": HELLO}).json()["error"]["message"]
+        assert asked.startswith("novel could not be loaded: novel.gguf: the architecture 'novel' is not known")
+        (told,) = [model["why"] for model in server.get("/slots").json()["models"] if model["id"] == "novel"]
+        assert max(map(len, (reply.json()["error"], asked, told))) < 300
+
+
 # Loading
 
 
@@ -312,17 +331,21 @@ def test_clients_of_each_api_wait_for_a_model_and_get_their_answer(two: tuple[Pa
         assert lines.result(60)[-1].done
 
 
-def test_a_model_that_fails_to_load_is_told_to_all_who_wait_and_tried_again(two: tuple[Path, Path]) -> None:
+def test_a_model_that_fails_to_load_is_told_to_all_who_wait_and_tried_when_its_files_change(
+    two: tuple[Path, Path], tmp_path: Path
+) -> None:
+    files = (two[0], tmp_path / "two")
+    shutil.copytree(two[1], files[1])
     good = threading.Event()
     begin = threading.Event()
 
     def load(index: int) -> LLM:
         begin.wait(60)
         if index == 1 and not good.is_set():
-            raise BadFile("two.gguf: it is damaged")
-        return LLM(two[index], device="cpu", context=512, slots=2)
+            raise BadFile(f"{files[1]}: it is damaged; fetch it again, with more --slots")
+        return LLM(files[index], device="cpu", context=512, slots=2)
 
-    with fronting(*two, load=load, limits=ServeLimits(keep_alive_s=0.05)) as server, ThreadPoolExecutor(4) as threads:
+    with fronting(*files, load=load, limits=ServeLimits(keep_alive_s=0.05)) as server, ThreadPoolExecutor(4) as threads:
         body = {"model": "two", "messages": HELLO, **FEW}
         whole = threads.submit(server.post, CHAT, body)
         stream = threads.submit(server.post, CHAT, {**body, "stream": True})
@@ -331,18 +354,48 @@ def test_a_model_that_fails_to_load_is_told_to_all_who_wait_and_tried_again(two:
         time.sleep(0.2)
         begin.set()
         reply = whole.result(60)
-        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "10")
         assert reply.json()["error"]["code"] == "model_failed"
-        assert reply.json()["error"]["message"] == "two could not be loaded: two.gguf: it is damaged"
+        # Neither the operator's folders nor advice for the command line.
+        assert reply.json()["error"]["message"] == "two could not be loaded: two: it is damaged"
         assert message.result(60).status_code == 529
         # The head of the stream has been sent: its error is an event.
         event = [line for line in stream.result(60).text.splitlines() if line.startswith("data: ")][-1]
         assert json.loads(event.removeprefix("data: "))["error"]["code"] == "model_failed"
         assert chatted(server, "one")["model"] == "one"
         (told,) = [model for model in server.get("/health").json()["models"] if model["id"] == "two"]
-        assert (told["state"], told["why"]) == ("failed", "two.gguf: it is damaged")
+        assert (told["state"], told["why"]) == ("failed", "two: it is damaged")
         good.set()
+        assert server.post(CHAT, body).status_code == 503
+        (files[1] / "config.json").touch()
         assert chatted(server, "two")["model"] == "two"
+
+
+def test_a_server_whose_first_model_failed_is_not_said_to_load(two: tuple[Path, Path]) -> None:
+    def load(index: int) -> LLM:
+        raise BadFile("it is damaged")
+
+    with fronting(*two, load=load) as server:
+        assert server.get("/health").json()["status"] == "loading"
+        assert server.post(CHAT, {"model": "one", "messages": HELLO}).status_code == 503
+        health = server.get("/health").json()
+        assert (health["status"], health["models"][0]["status"]) == ("ok", "failed")  # the other one can be asked for
+        assert server.get("/ready").status_code == 200
+        assert server.post(CHAT, {"model": "two", "messages": HELLO}).status_code == 503
+        health = server.get("/health").json()
+        assert (health["status"], health["ready"], health["why"]) == ("failed", False, "it is damaged")
+        assert server.get("/ready").status_code == 503
+
+
+def test_a_damaged_tokenizer_is_refused_before_another_model_makes_room(tmp_path: Path) -> None:
+    def change(metadata: dict[str, Any]) -> None:
+        metadata["tokenizer.ggml.model"].value = "runes"
+
+    path = tiny_model.write(tmp_path / "runes.gguf", change=change)
+    asked: list[object] = []
+    with pytest.raises(Unsupported, match="'runes' are not supported"):
+        AdmittedLLM(str(path), LoadOptions(device="cpu"), lambda _: None, asked.append, beside_others=True)
+    assert not asked
 
 
 def test_a_request_whose_answer_has_not_begun_is_asked_of_the_next_worker_but_not_of_a_third(
@@ -447,3 +500,6 @@ def test_a_second_signal_ends_those_who_wait_and_those_who_are_answered(two: tup
         for task in tasks:
             last = task.result(60).text.strip().split("\n\n")[-1].removeprefix("data: ")
             assert json.loads(last)["error"]["code"] == "draining"
+    ids = [line["id"] for line in (*server.log, *server.front_log)]
+    assert len(ids) == len(set(ids)) == 3  # one line for each request
+    assert {line["model"] for line in (*server.log, *server.front_log)} == {"one", "two"}

@@ -13,6 +13,7 @@ import pytest
 from ostinato import LLM
 from ostinato.errors import BadOption
 from ostinato.serve.settings import ServeLimits, ServeOptions
+from tests.cli import tiny_model
 from tests.serve.running import Running, serving
 
 CHAT = "/v1/chat/completions"
@@ -366,3 +367,25 @@ def test_while_the_model_loads_everything_is_not_yet(tiny: Path) -> None:
             while http.get("/ready").status_code == 503:
                 pass
         assert server.post(CHAT, {"messages": HELLO, "max_tokens": 1}).status_code == 200
+
+
+def raising(metadata: dict[str, Any]) -> None:
+    metadata["tokenizer.chat_template"].value = "{{ raise_exception('no') }}"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (tiny_model.without_template, "this model has no chat template; send its prompt as text, to /v1/completions"),
+        (raising, "the chat template of tiny.gguf failed: "),
+    ],
+)
+def test_what_is_wrong_with_a_template_is_told_without_the_servers_folders(
+    change: Any, told: str, tmp_path: Path
+) -> None:
+    model = tiny_model.write(tmp_path / "tiny.gguf", change=change)
+    with serving(model, llm={"context": 64, "slots": 1}) as server:
+        reply = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"].startswith(told)
+    assert str(tmp_path) not in reply.text

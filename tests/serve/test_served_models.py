@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ostinato.errors import BadOption
 from ostinato.serve.errors import Refusal
-from ostinato.serve.served_models import ServedModel, ServedModels, restored
+from ostinato.serve.served_models import ServedModel, ServedModels, restored, stamp_of
 from ostinato.serve.settings import ServeOptions
 
 GIB = 2**30
@@ -21,10 +22,13 @@ class Played:
     """A supervisor and its workers: each model needs `need`, and the device has `whole` for all."""
 
     def __init__(self, needs: list[int], whole: int = 10, **words: Any) -> None:
+        self.stamp = 0  # of the models' files
         names = [f"m{index}" for index in range(len(needs))]
         options = ServeOptions(names[0], more_models=tuple(names[1:]), **words)
         self.now = 0.0
-        self.models = ServedModels(options, [""] * len(needs), self._tell, clock=lambda: self.now)
+        self.models = ServedModels(
+            options, [""] * len(needs), self._tell, clock=lambda: self.now, stamp=lambda _: self.stamp
+        )
         self._needs, self._whole = needs, whole
         self.commands: list[dict[str, Any]] = []
         self.done = 0  # of the commands
@@ -223,21 +227,81 @@ def test_models_max_unloads_although_there_is_memory() -> None:
     run(work())
 
 
-def test_a_model_that_fails_to_load_is_told_and_tried_again_by_the_next_request() -> None:
+def test_a_model_that_fails_to_load_is_told_and_not_tried_again_for_a_while() -> None:
     async def work() -> None:
         played = Played([1, 1])
         waiting = [await played.begun(1), await played.begun(1)]
-        played.play(fails="its file is damaged")
+        played.play(fails="/x/m1.gguf: it is damaged")
         for task in waiting:
-            with pytest.raises(Refusal, match="m1 could not be loaded: its file is damaged") as caught:
+            with pytest.raises(Refusal, match=r"m1 could not be loaded: m1\.gguf: it is damaged") as caught:
                 await task
             assert (caught.value.status, caught.value.code) == (503, "model_failed")
+        for wait_s in (10, 20, 40, 80, 160, 320, 600, 600):
+            n_commands = len(played.commands)
+            with pytest.raises(Refusal, match="it is damaged") as caught:
+                await played.taken(1)
+            assert caught.value.retry_after_s == wait_s
+            assert len(played.commands) == n_commands  # no process was started, so no model made room
+            played.now += wait_s
+            task = await played.begun(1)
+            played.play(fails="/x/m1.gguf: it is damaged")
+            with pytest.raises(Refusal, match="it is damaged"):
+                await task
+        played.stamp = 1  # its file was replaced
         task = await played.begun(1)
         played.play()
         played.models.release(await task)
-        assert played.models.all[1].n_failures == 1
+        assert played.models.all[1].n_failures == 9
+        played.end(1, "signal SIGKILL")
+        assert played.models.all[1].retry_at == played.now + 10
 
     run(work())
+
+
+def test_a_model_that_fails_makes_another_leave_the_memory_once_and_not_with_each_request() -> None:
+    async def work() -> None:
+        played = Played([6, 6])
+        for index in (0, 1, 0, 1, 0, 1):
+            task = await played.begun(index)
+            played.play(fails="it is damaged" if index else None)
+            if index:
+                with pytest.raises(Refusal, match="it is damaged"):
+                    await task
+            else:
+                played.models.release(await task)
+        assert played.models.all[0].n_unloads == 1
+
+    run(work())
+
+
+def test_a_server_without_a_model_in_memory_takes_requests_if_one_can_be_loaded() -> None:
+    async def work() -> None:
+        played = Played([1, 1])
+        assert not played.models.wait_for_requests  # the first one is about to be loaded
+        played.models.heard({"event": "starting", "model": 0})
+        assert not played.models.wait_for_requests
+        played.end(0, "it is damaged")
+        assert played.models.wait_for_requests
+        task = await played.begun(1)
+        played.play(fails="it is damaged too")
+        with pytest.raises(Refusal):
+            await task
+        assert not played.models.wait_for_requests
+
+    run(work())
+
+
+def test_the_stamp_of_a_model_changes_with_its_files(tmp_path: Path) -> None:
+    folder, file = tmp_path / "folder", tmp_path / "a.gguf"
+    folder.mkdir()
+    found = []
+    for content in (b"", b"a", b"bb"):
+        file.write_bytes(content)
+        (folder / "config.json").write_bytes(content)
+        found += [stamp_of(str(file)), stamp_of(str(folder))]
+    assert all(found.count(one) == 1 for one in found)
+    assert stamp_of(str(file)) == found[-2]
+    assert stamp_of(str(tmp_path / "none.gguf")) is None
 
 
 def test_a_model_too_large_for_the_device_is_tried_alone_so_that_its_process_says_what_is_missing() -> None:

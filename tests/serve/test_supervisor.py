@@ -23,6 +23,7 @@ import pytest
 from ostinato.errors import BadInput
 from ostinato.serve.settings import ServeOptions
 from ostinato.serve.supervisor import Supervisor, listen
+from tests.cli import tiny_model
 from tests.serve.running import DEADLINE_S
 
 CHAT = "/v1/chat/completions"
@@ -104,7 +105,7 @@ def test_the_program_says_where_it_is_answers_and_drains_on_a_signal(tiny: Path)
         assert [line["outcome"] for line in log] == ["length"]
 
 
-def test_a_second_signal_stops_it_and_ctrl_c_counts_too(tiny: Path) -> None:
+def test_a_second_signal_ends_running_requests_and_the_exit_code_says_so(tiny: Path) -> None:
     with program(str(tiny), "--port", "0", *SLOW) as running:
         running.until("ready: ")
         with httpx2.Client(base_url=running.url, timeout=DEADLINE_S) as http:
@@ -117,7 +118,10 @@ def test_a_second_signal_stops_it_and_ctrl_c_counts_too(tiny: Path) -> None:
                 running.process.send_signal(signal.SIGINT)
                 last = [line for line in lines if line][-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
-        assert running.process.wait(DEADLINE_S) == 0
+        assert running.process.wait(DEADLINE_S) == 130
+    assert "stopped 1 requests" in running.lines
+    logged = [json.loads(line) for line in running.lines if line.startswith("{")]
+    assert [(line["model"], line["outcome"]) for line in logged] == [("tiny", "cancelled")]
 
 
 # A supervisor whose first worker breaks, as the fourth argument says.
@@ -243,7 +247,7 @@ def test_a_killed_worker_and_a_killed_front_are_replaced(tiny: Path) -> None:
 
 def test_the_death_of_one_models_worker_is_not_that_of_another(tiny: Path, tmp_path: Path) -> None:
     shutil.copy(tiny, tmp_path / "other.gguf")
-    (tmp_path / "bad.gguf").write_bytes(b"no model")
+    shutil.copy(tiny, tmp_path / "bad.gguf")
     models = (str(tiny), str(tmp_path / "other.gguf"), str(tmp_path / "bad.gguf"))
     with program(*models, "--port", "0", "--alias", "a=tiny", "--alias", "b=other") as running:
         running.until("ready: a at ")
@@ -268,11 +272,12 @@ def test_the_death_of_one_models_worker_is_not_that_of_another(tiny: Path, tmp_p
                 assert http.post(CHAT, json={**few, "model": "b"}).status_code == 200
                 assert [line for line in lines_of_a if line][-1] == "data: [DONE]"
             assert first in workers_of(running)
-            # A file that is no model is told in its own words, and ends nothing.
+            # A file that is no model any more is told in its own words, and ends nothing.
+            (tmp_path / "bad.gguf").write_bytes(b"no model")
             refused = http.post(CHAT, json={**few, "model": "bad"})
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_failed")
-            assert "bad.gguf" in refused.json()["error"]["message"]
-            running.until("error: bad: ")
+            assert refused.json()["error"]["message"].startswith("bad could not be loaded: bad.gguf: ")
+            running.until(f"error: bad: {tmp_path}/bad.gguf: ")
             health = http.get("/health").json()
         assert (health["restarts"], health["ready"]) == ({"crash": 1}, True)
         assert [model["state"] for model in health["models"]] == ["ready", "ready", "failed"]
@@ -327,7 +332,7 @@ def test_a_signal_while_the_model_loads_ends_it_at_once(tiny: Path, tmp_path: Pa
         "import time\n"
         "from ostinato.engine.choose import Room\n"
         "from ostinato.serve import worker\n"
-        "def slow(model, load, talk, admitted, lowers_context):\n"
+        "def slow(model, load, talk, admitted, beside_others):\n"
         "    admitted(lambda: Room('cpu', 1, 2, 2))\n"
         "    talk('loading for ever')\n"
         "    time.sleep(600)\n"
@@ -358,6 +363,19 @@ def test_a_model_that_cannot_be_had_is_told_once_and_not_tried_again(tmp_path: P
         assert running.process.wait(DEADLINE_S) == 2
     assert sum("none.gguf" in line and line.startswith("error: ") for line in running.lines) == 1
     assert not any("Traceback" in line or line.startswith("listening") for line in running.lines)
+
+
+def test_models_that_cannot_be_loaded_are_all_named_before_the_address_is_told(tiny: Path, tmp_path: Path) -> None:
+    def change(metadata: dict[str, Any]) -> None:
+        metadata["tokenizer.ggml.model"].value = "runes"
+
+    (tmp_path / "bad.gguf").write_bytes(b"no model")
+    tiny_model.write(tmp_path / "runes.gguf", change=change)
+    with program(*(str(one) for one in (tiny, *sorted(tmp_path.iterdir()))), "--port", "0") as running:
+        assert running.process.wait(DEADLINE_S) == 2
+    bad, runes = running.lines
+    assert bad.startswith(f"error: bad: {tmp_path}/bad.gguf: ")
+    assert runes.startswith(f"error: runes: {tmp_path}/runes.gguf: tokenizers of the kind 'runes'")
 
 
 def test_a_model_that_is_refused_is_refused_before_the_address_is_told(tiny: Path) -> None:
@@ -487,7 +505,7 @@ def test_a_model_that_died_once_and_is_refused_later_is_not_tried_again(played: 
     worker.start().was_ready = True
     played._ended(worker, -9)
     assert worker.child is not None
-    played._worker_said(worker, 0, {"event": "refused", "message": "it is damaged"})
+    played._worker_said(worker, 0, {"event": "refused", "message": "x.gguf: it is damaged", "told": "it is damaged"})
     played._ended(worker, 2)
     assert worker.child is None
     assert (worker.told[-1]["why"], worker.told[-1]["starting_another"]) == ("it is damaged", False)

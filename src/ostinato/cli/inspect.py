@@ -76,7 +76,7 @@ def describe(checkpoint: Checkpoint, load: LoadOptions) -> dict[str, Any]:
         except ContextTooLarge:  # as asked for
             raise
         except OstinatoError as error:
-            missing.append(str(error))
+            missing.append(str(error).partition("\n")[0])  # lists of names are not for a table
             return None
 
     n_parameters = sum(tensor.n_elements for tensor in checkpoint.tensors.values())

@@ -112,9 +112,22 @@ def serve(
         supervisor = Supervisor(options, say)
         for one in model:  # before anything starts: an unknown name, or a download
             resolve(one, talk=say)
-        code = supervisor.run()
+        code = _check_loadable(options, say) or supervisor.run()
     if code:
         raise typer.Exit(code)
+
+
+def _check_loadable(options: ServeOptions, say: Talk) -> int:
+    """Name all models that cannot be loaded; the exit code, 0 if there are none. A single model is loaded at once, and
+    refuses for itself."""
+    if len(options.models) == 1:
+        return 0
+    from ostinato.serve.supervisor import models_that_cannot_load
+
+    found = models_that_cannot_load(options)
+    for one in found:
+        say(f"error: {options.names[one.number][0]}: {one.why}")
+    return found[0].exit_code if found else 0
 
 
 def _checked_once(talk: Talk) -> Talk:

@@ -108,6 +108,12 @@ def resolve(name_or_path: str, *, talk: Talk) -> Path:
     raise _unknown(name_or_path)
 
 
+def local_path(name_or_path: str) -> Path:
+    """Where a model is on this machine, or would be: nothing is fetched."""
+    stored = find(name_or_path) if is_name(name_or_path) else None
+    return Path(name_or_path).expanduser() if stored is None else stored.path
+
+
 def is_name(text: str) -> bool:
     """Whether this is a name of the table or a Hugging Face name, as opposed to a path."""
     return text in TABLE or text.startswith("hf:")

@@ -1,6 +1,7 @@
 """The table of families, and the way from a checkpoint to its blocks. A new family is one file and one line here."""
 
 import re
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -92,11 +93,17 @@ def family_of(checkpoint: Checkpoint) -> Family:
     name = checkpoint.architecture
     if name in known and "vision_config" not in checkpoint.metadata:
         return known[name]
-    parts = "" if checkpoint.format == "gguf" else f", and text parts of {', '.join(sorted(BY_TEXT_CONFIG))}"
-    raise UnknownName(
-        f"{checkpoint.path}: {_what_is_unknown(checkpoint, text)}; known are {', '.join(sorted(known))}{parts} "
-        "(docs/families.md lists the families, docs/add-a-family.md says how to add one)"
+    parts = [] if checkpoint.format == "gguf" else ["known text parts:", _lines(BY_TEXT_CONFIG)]
+    first = (
+        f"{checkpoint.path}: {_what_is_unknown(checkpoint, text)}; {len(FAMILIES)} families are known "
+        "(docs/families.md), and docs/add-a-family.md says how to add one"
     )
+    raise UnknownName("\n".join([first, "known architectures:", _lines(known), *parts]))
+
+
+def _lines(names: Iterable[str]) -> str:
+    """Names for a terminal."""
+    return textwrap.fill(", ".join(sorted(names)), 100, initial_indent="  ", subsequent_indent="  ")
 
 
 def _what_is_unknown(checkpoint: Checkpoint, text: Mapping[str, Any] | None) -> str:

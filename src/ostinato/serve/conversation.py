@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
-from ostinato.engine.request import Token
+from ostinato.engine.request import Token, check_generates
 from ostinato.llm import LLM
 from ostinato.options import Sampling
 from ostinato.serve.answers import Answers, GenerationInput, TokenUpdate, repeated
@@ -136,6 +136,10 @@ async def n_prompt_tokens(service: Service, llm: LLM, asked: ChatRequest) -> int
 
 def rendered(service: Service, llm: LLM, asked: ChatRequest) -> str:
     """The prompt: the conversation as its model reads it, with the tools that the model may call."""
+    if llm.template is None:
+        check_generates(llm.shape)
+        message = "this model has no chat template; send its prompt as text, to /v1/completions"
+        raise Refusal(400, message, param=asked.names.messages)
     speaks, words = service.tool_format, dict(asked.template_options)
     for name in _OF_THE_REQUEST:
         if name in words:

@@ -59,9 +59,19 @@ _FIELDS: Final = {
 class Refusal(Exception):
     """A request that is answered with an error: its HTTP status, and the fields of OpenAI's shape."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int = RETRY_AFTER_S,
+    ) -> None:
+        """`retry_after_s`: when a client may try again, if the status says that it may."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
         """OpenAI's shape."""
@@ -103,7 +113,31 @@ def told(error: OstinatoError) -> str:
     """An error's message in words for a client, who did not start this server."""
     if isinstance(error, PromptTooLong):
         return error.told("ask the server's operator for a larger context")
-    return str(error)
+    return without_paths(str(error))
+
+
+def cause_of(message: str) -> str:
+    """What was wrong, of a message for the operator: what follows a semicolon is advice, in the words of the command
+    line, and what follows a first line is a list for a terminal.
+
+    >>> cause_of("the weights need 12 GiB and cpu has 10 GiB to give; take a smaller model")
+    'the weights need 12 GiB and cpu has 10 GiB to give'
+    """
+    return re.split("; |\n", message, maxsplit=1)[0]
+
+
+_PATH: Final = re.compile(
+    r"(?<![\w/:.])(?:~|\.{1,2})?/(?:[^\s/'\"]+/)+(?=[^\s/'\"])|\S+/(?=[^\s/]+\.(?:gguf|safetensors|json|jinja)\b)"
+)
+
+
+def without_paths(message: str) -> str:
+    """A message with the names of files and without their folders, which are the operator's.
+
+    >>> without_paths("/models/q4/a.gguf: it is damaged"), without_paths("q4/a.gguf: it is damaged")
+    ('a.gguf: it is damaged', 'a.gguf: it is damaged')
+    """
+    return _PATH.sub("", message)
 
 
 def _field_named_in(message: str) -> str | None:
@@ -118,7 +152,7 @@ def error_response(refusal: Refusal, scope: Scope, headers: Mapping[str, str] | 
     """The error as an HTTP response in the shape of the request's API; `Retry-After` if the client may try again."""
     more = dict(headers or {})
     if refusal.status in (429, 503):
-        more.setdefault("retry-after", str(RETRY_AFTER_S))
+        more.setdefault("retry-after", str(refusal.retry_after_s))
     status, body = refusal.status, refusal.body()
     if uses_anthropic(scope):
         status, body = anthropic_status(refusal), anthropic_error(refusal, scope["state"]["record"].id)

@@ -16,8 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ostinato.errors import OstinatoError
 from ostinato.serve.conversation import IGNORED, ignored_header
-from ostinato.serve.errors import Refusal
+from ostinato.serve.errors import Refusal, cause_of, without_paths
 from ostinato.serve.log import Record
 from ostinato.serve.ollama import AnswerHead, as_message, as_response
 from ostinato.serve.ollama_models import shown_file
@@ -82,7 +83,11 @@ class ModelForwarder:
     async def _shown(self, model: ServedModel) -> Response:
         options = self.service.options
         given = model.id, options.models[model.index], options.load.context
-        return json_response(await self.service.in_thread(shown_file, *given))
+        try:
+            return json_response(await self.service.in_thread(shown_file, *given))
+        except OstinatoError as error:
+            why = without_paths(cause_of(str(error)))
+            raise Refusal(503, f"{model.id} cannot be loaded: {why}", code="model_failed") from error
 
     def begun(self, record: Record) -> None:
         if self._kept is not None:
@@ -100,6 +105,7 @@ class ForwardedAnswer(Response):
         super().__init__()
         self._to, self._request, self._content, self._given, self._model = to, request, body, given, model
         self._record: Record = request.state.record
+        self._record.model = model.id
         self._path = request.url.path
         self._close: Callable[[], None] | None = None  # gives up what was asked of the model's process
         self._ended_by: Refusal | None = None
@@ -112,7 +118,7 @@ class ForwardedAnswer(Response):
             if await while_connected(receive, self._pass(relay)) is None:
                 self._record.outcome = "cancelled"
         except TimeoutError:
-            self._record.told_elsewhere = None
+            self._record.told_elsewhere = None  # its model may have ended the answer, and knows of no reader
             self._record.outcome, self._record.error = "cancelled", "the reader took nothing for too long"
         finally:
             self._to.ended(self._record)
@@ -131,7 +137,6 @@ class ForwardedAnswer(Response):
                 await self._pass_once(relay)
         except (Refusal, UpstreamGone) as error:
             refusal = error if isinstance(error, Refusal) else self._ended_by or _died()
-            self._record.told_elsewhere = None
             if not relay.began:
                 raise refusal from error
             self._record.outcome, self._record.error = "error", str(refusal)
@@ -140,8 +145,13 @@ class ForwardedAnswer(Response):
 
     async def _pass_once(self, relay: Relay) -> None:
         self._close = self._ended_by = None
-        async with self._in_use(relay):
-            await self._relay(relay)
+        try:
+            async with self._in_use(relay):
+                await self._relay(relay)
+        except UpstreamGone:
+            if not self._to.models.is_stopped:  # else its process lives, and sees a client that has gone
+                self._record.told_elsewhere = None
+            raise
 
     async def _until_ended(self, n_ends: int) -> None:
         """Wait until the supervisor has told that the process has ended; refused if it is the server that stops."""

@@ -33,6 +33,10 @@ class FrontService(Service):
         self.most_running *= n_engines
         self.state, self.why = "ready", ""
 
+    @property
+    def only_model(self) -> str | None:
+        return None
+
     def begin(self) -> None:
         if self.state != "ready":
             raise Refusal(503, f"not now: {self.why}; try again later", code="draining")
@@ -69,6 +73,8 @@ class Front(ServerProcess):
     def signalled(self) -> None:
         super().signalled()
         if self._service.stopping.is_set():
+            if self._service.n_running and self._n_signals == 2:
+                self._tell({"event": "stopped", "running": self._service.n_running})
             self._stop_requests()
 
     def stop(self) -> None:

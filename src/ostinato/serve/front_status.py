@@ -50,7 +50,14 @@ class FrontStatus:
         restarts: Counter[str] = Counter(self._restarts)
         for model in models:
             restarts.update(model.restarts)
-        made = merged.merged_health(facts, draining=service.state == "draining", name="models")
+        draining = service.state == "draining"
+        made = merged.merged_health(facts, draining=draining, name="models")
+        if not draining and self._models.wait_for_requests:
+            made |= {
+                "status": "ok",
+                "ready": True,
+                "why": "no model is in memory; a request loads the one that it names",
+            }
         scripted = {"scripted": True} if service.options.script else {}
         return {"version": __version__, **made, "restarts": dict(restarts), **scripted}
 

@@ -187,6 +187,8 @@ class Gateway:
             return
         route = scope.get("route")
         path = getattr(route, "path", None) or "other"
+        if getattr(route, "body_field", None) is not None:  # an endpoint that a model answers
+            record.model = record.model or self._service.only_model
         metrics = self._service.metrics
         metrics.requests.labels(path, record.ended_as).inc()
         metrics.duration.observe(time.perf_counter() - record.started)

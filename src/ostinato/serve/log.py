@@ -32,6 +32,7 @@ class Record:
     method: str
     path: str
     client: str | None
+    model: str | None = None  # the id of the one that answers
     started: float = field(default_factory=time.perf_counter)
     status: int = 0
     outcome: str = ""  # how it ended, where the status does not say: stop, length, tool_calls, cancelled, error

@@ -50,7 +50,8 @@ def _labelled(sample: str, mark: str) -> str:
 def merged_health(facts: Sequence[dict[str, Any]], *, draining: bool, name: str = "replicas") -> dict[str, Any]:
     """The health of one engine that is ready, with that of all under `name` and their slots added up."""
     ready = [one for one in facts if one["ready"]]
-    first = dict((ready or facts or [{"model": None}])[0])
+    hoped = [one for one in facts if one.get("status") != "failed"]
+    first = dict((ready or hoped or facts or [{"model": None}])[0])
     for own in _OWN:
         first.pop(own, None)
     summed = {count: sum(one.get(count, 0) for one in facts) for count in ("slots", "slots_busy", "waiting")}
@@ -58,7 +59,7 @@ def merged_health(facts: Sequence[dict[str, Any]], *, draining: bool, name: str 
         first |= {"status": "draining", "ready": False, "why": "the server is being stopped"}
     elif not ready:
         why = first.get("why") or "no engine is ready yet"
-        first |= {"status": "loading", "ready": False, "why": why}
+        first |= {"status": "loading" if hoped or not facts else "failed", "ready": False, "why": why}
     return {**first, **summed, name: list(facts)}
 
 

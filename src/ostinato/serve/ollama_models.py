@@ -18,7 +18,7 @@ from ostinato import __version__
 from ostinato.engine.defaults import default_sampling
 from ostinato.errors import OstinatoError
 from ostinato.files.checkpoint import open_checkpoint
-from ostinato.files.store import find, is_name, resolve
+from ostinato.files.store import local_path, resolve
 from ostinato.llm import LLM
 from ostinato.models.registry import family_of, read_shape
 from ostinato.models.shape import Shape
@@ -100,9 +100,8 @@ def listed(service: Service) -> dict[str, Any]:
 def listed_file(id: str, model: str, started: int) -> dict[str, Any]:
     """A model in `GET /api/tags` that has not been loaded yet: what the headers of its files say."""
     names = _tagged(id)
-    stored = find(model) if is_name(model) else None
     try:
-        file = model_file(Path(model).expanduser() if stored is None else stored.path)
+        file = model_file(local_path(model))
     except (OstinatoError, OSError):
         return {**names, "modified_at": timestamp(started), "size": 0, "digest": "", "details": {}}
     return {

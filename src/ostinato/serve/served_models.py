@@ -8,6 +8,7 @@ request is never unloaded. Nothing here knows about HTTP beyond the refusals it 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -15,13 +16,16 @@ from contextlib import contextmanager
 from typing import Any, Final, Literal
 
 from ostinato.engine.choose import Room, gib
-from ostinato.serve.errors import Refusal
+from ostinato.files.store import local_path
+from ostinato.serve.errors import Refusal, without_paths
 from ostinato.serve.process import ProcessEvent, Tell
 from ostinato.serve.settings import ServeOptions, is_among
 
 # `loading`: its process is started, and may still wait for memory. `failed`: it is not in memory, and `why` says why.
 ModelState = Literal["unloaded", "loading", "ready", "unloading", "failed"]
 
+RETRY_S: Final = 10.0  # after a first failure, a model is not tried again for so long; after each further one, twice
+RETRY_MOST_S: Final = 600.0
 PATIENCE_S: Final = 10.0  # a model that waits for memory longer has a busy one take no further requests
 
 
@@ -40,6 +44,9 @@ class ServedModel:
         self.draining = False  # it takes no further requests, because another model has waited long for its memory
         self.n_running = self.n_waiting = 0  # requests
         self.used_at = 0.0
+        self.retry_at = 0.0  # when a model that failed may be tried again, unless its files change before
+        self.retry_s = RETRY_S  # how long to wait after the next failure
+        self.failed_files: object = None  # the stamp of its files when it failed
         self.n_loads = self.n_unloads = self.n_failures = self.n_ends = 0
         self.unloaded_for: str | None = None  # why it made room last
         self.restarts: Counter[str] = Counter()
@@ -101,6 +108,16 @@ class WaitingRequest:
         return await self._model.change_within(seconds)
 
 
+def stamp_of(model: str) -> object:
+    """The times and sizes of a model's files; None if it has none here."""
+    path = local_path(model)
+    try:
+        files = [path, *sorted(path.iterdir())] if path.is_dir() else [path]
+        return [(file.name, (found := file.stat()).st_mtime_ns, found.st_size) for file in files]
+    except OSError:
+        return None
+
+
 class ServedModels:
     """All models. `tell` sends events to the supervisor."""
 
@@ -111,9 +128,12 @@ class ServedModels:
         tell: Tell,
         *,
         clock: Callable[[], float] = time.monotonic,
+        stamp: Callable[[str], object] = stamp_of,
         patience_s: float = PATIENCE_S,
     ) -> None:
+        """`stamp`: a value that changes with the files of a model."""
         self._options, self._tell, self._clock, self._patience_s = options, tell, clock, patience_s
+        self._stamp = stamp
         self.all = [ServedModel(index, names, sockets[index]) for index, names in enumerate(options.names)]
         self._stopped: Refusal | None = None
 
@@ -137,6 +157,18 @@ class ServedModels:
         message = f"the model {name!r} is not served here; {there}"
         raise Refusal(404, message, param="model", code="model_not_found")
 
+    @property
+    def wait_for_requests(self) -> bool:
+        """Whether none is in memory or on its way there, and one would be loaded for a request."""
+        begun = any(model.n_loads or model.n_ends for model in self.all)  # the first one has been tried
+        states = {model.state for model in self.all}
+        return begun and states <= {"unloaded", "failed"} and "unloaded" in states
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether all requests have been ended."""
+        return self._stopped is not None
+
     # Requests
 
     @contextmanager
@@ -152,13 +184,15 @@ class ServedModels:
 
     def taken(self, model: ServedModel, n_failures: int) -> bool:
         """Begin to use a model if it is in memory; the caller must `release` it. Else have it loaded; refused if that
-        has failed more than `n_failures` times."""
+        has failed more than `n_failures` times, or a short while ago with the same files."""
         self.check_stopped()
         if model.state == "ready" and not model.draining:
             model.n_running += 1
             return True
-        if model.n_failures > n_failures:
-            raise Refusal(503, f"{model.id} could not be loaded: {model.why}", code="model_failed")
+        if model.n_failures > n_failures or (model.state == "failed" and not self._may_retry(model)):
+            message = f"{model.id} could not be loaded: {model.why}"
+            wait_s = max(1, math.ceil(model.retry_at - self._clock()))
+            raise Refusal(503, message, code="model_failed", retry_after_s=wait_s)
         if model.state in ("unloaded", "failed"):
             model.change("loading")
             self._tell({"event": "load", "model": model.index})
@@ -169,6 +203,10 @@ class ServedModels:
         model.n_running -= 1
         model.used_at = self._clock()
         self._make_room()
+
+    def _may_retry(self, model: ServedModel) -> bool:
+        """Whether a model that failed to load may be tried again: a try may cost another model its memory."""
+        return self._clock() >= model.retry_at or self._stamp(self._options.models[model.index]) != model.failed_files
 
     def _abandon(self, model: ServedModel) -> None:
         """No request needs a model any more: if it still waits for memory, give up."""
@@ -210,16 +248,17 @@ class ServedModels:
                 self._make_room()
             case "ready":
                 model.facts, model.n_loads = event, model.n_loads + 1
+                model.retry_s = RETRY_S
                 model.used_at = self._clock()
                 model.change("ready")
                 self._make_room()
             case "fault":
-                model.change("loading", event["reason"])
+                model.change("loading", without_paths(event["reason"]))
             case "ended":
                 self._ended(model, event)
 
     def _ended(self, model: ServedModel, event: ProcessEvent) -> None:
-        why = event["why"]
+        why = None if event["why"] is None else without_paths(event["why"])
         model.n_ends += 1
         unloaded = event["unloaded"]
         model.may_load, model.asked_at, model.draining = False, None, False
@@ -232,6 +271,9 @@ class ServedModels:
             model.change("unloaded")
         else:
             model.n_failures += 1
+            model.failed_files = self._stamp(self._options.models[model.index])
+            model.retry_at = self._clock() + model.retry_s
+            model.retry_s = min(RETRY_MOST_S, 2 * model.retry_s)
             model.change("failed", why)
         for other in self.all:
             if other.asked_at is not None:  # there may be more memory now

@@ -162,6 +162,11 @@ class Service:
     def model_id(self) -> str:
         return self.model_names[0]
 
+    @property
+    def only_model(self) -> str | None:
+        """The id of the model that answers all requests; None where there may be several."""
+        return self.model_id
+
     def begin(self) -> None:
         """Begin to answer a request; the caller must `end` it."""
         if self.n_running >= self.most_running:

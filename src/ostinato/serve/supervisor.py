@@ -20,21 +20,23 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from ostinato.errors import BadInput
+from ostinato.errors import BadInput, OstinatoError
 from ostinato.options import Talk
 from ostinato.processes import python_command
 from ostinato.serve.settings import ServeOptions
 
 WORKER: Final = tuple(python_command("-m", "ostinato.serve.worker"))
 FRONT: Final = tuple(python_command("-m", "ostinato.serve.front"))
+CHECK: Final = tuple(python_command("-m", "ostinato.serve.loadable"))
 BACKLOG: Final = 1024
 YOUNG_S: Final = 20.0  # a death within this time after the start is an early one
 MOST_YOUNG_DEATHS: Final = 5
 KILL_S: Final = 10.0  # from the second signal to SIGKILL
 START_S: Final = 600.0  # to a worker's first event: Python and torch may load from a slow disk
 SILENT_S: Final = 60.0  # without a heartbeat, which a worker sends every second
+INTERRUPTED: Final = 130  # the exit code where a second signal ended running requests
 _LOOK_S: Final = 0.5
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _LONGEST_PATH: Final = 100  # of a socket, which is shorter than that of a file; on some systems 103 bytes
@@ -59,6 +61,23 @@ def _listening(host: str, port: int) -> socket.socket:
         made.close()
         raise
     return made
+
+
+class CannotLoad(NamedTuple):
+    """Which model cannot be loaded, why, and the exit code of that error."""
+
+    number: int
+    why: str
+    exit_code: int
+
+
+def models_that_cannot_load(options: ServeOptions) -> list[CannotLoad]:
+    """Ask, in a process that ends then, which of the models cannot be loaded here."""
+    # In a session of its own: Ctrl-C in the terminal reaches this process, which ends that one.
+    ran = subprocess.run(CHECK, input=options.to_json().encode(), stdout=subprocess.PIPE, start_new_session=True)
+    if ran.returncode:
+        raise OstinatoError(f"the process that checks the models ended by {_cause_of(ran.returncode)}")
+    return [CannotLoad(*found) for found in json.loads(ran.stdout)]
 
 
 class Child:
@@ -197,6 +216,7 @@ class Supervisor:
         self._n_signals = 0
         self._stopped_at = 0.0
         self._told_address = False
+        self._interrupted = False  # a second signal has ended running requests
         self._code: int | None = None
 
     @property
@@ -255,7 +275,7 @@ class Supervisor:
             if told is None:
                 self._ended(kept, child.end())
         if self._n_signals > 1 and time.monotonic() - self._stopped_at > KILL_S:
-            self._code = 0
+            self._code = INTERRUPTED
 
     # Starting
 
@@ -305,6 +325,9 @@ class Supervisor:
 
     def _front_said(self, event: dict[str, Any]) -> None:
         match event["event"]:
+            case "stopped":
+                self._talk(f"stopped {event['running']} requests")
+                self._interrupted = True
             case "draining":
                 n_running = event["running"]
                 self._talk(f"draining: {n_running} requests run; once more to stop them" if n_running else "stopping")
@@ -353,7 +376,7 @@ class Supervisor:
                 child.died_of = "fault", event["reason"]
                 self._tell_front({**event, "model": index})
             case "refused":
-                child.refused, child.died_of = True, ("refused", event["message"])
+                child.refused, child.died_of = True, ("refused", event["told"])
                 named = f"{worker.name}: " if len(self._workers) > 1 else ""
                 self._talk(f"error: {named}{event['message']}")
 
@@ -378,7 +401,7 @@ class Supervisor:
 
     def _front_ended(self, child: Child, code: int) -> None:
         if self._n_signals or code == 0:
-            self._code = max(0, code)
+            self._code = INTERRUPTED if self._interrupted else max(0, code)
             return
         kind, reason = child.died_of or ("crash", _cause_of(code))
         if not self._front.count_death(child, kind):
@@ -431,7 +454,7 @@ class Supervisor:
         for worker in self._workers:
             if worker.child is not None:
                 worker.child.terminate()
-        end = time.monotonic() + (0.0 if self._code else KILL_S)
+        end = time.monotonic() + (KILL_S if self._code in (0, INTERRUPTED) else 0.0)
         for worker in self._workers:
             if worker.child is not None:
                 with suppress(subprocess.TimeoutExpired):

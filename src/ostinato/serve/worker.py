@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from starlette.datastructures import Headers
@@ -31,6 +30,8 @@ from ostinato.models.shape import Shape
 from ostinato.options import LoadOptions, Talk
 from ostinato.serve import process
 from ostinato.serve.app import create_app
+from ostinato.serve.errors import OUR_FAULT, cause_of
+from ostinato.serve.loadable import with_context_of
 from ostinato.serve.log import given_id
 from ostinato.serve.process import ProcessEvent, ServerProcess, Tell, talk
 from ostinato.serve.response_keeper import FrontKeeper
@@ -67,7 +68,7 @@ class Worker(ServerProcess):
     def load(self) -> LLM:
         """Load the model when the front says that there is room."""
         options = self._service.options
-        llm = AdmittedLLM(options.model, options.load, talk, self._admitted, lowers_context=self.beside_others)
+        llm = AdmittedLLM(options.model, options.load, talk, self._admitted, beside_others=self.beside_others)
         # What is loaded now stays: later collections, which stop every thread, need not visit it again (100 ms).
         gc.collect()
         gc.freeze()
@@ -86,21 +87,22 @@ class Worker(ServerProcess):
         try:
             llm = await in_daemon_thread(load)
         except OstinatoError as error:
-            self._refuse(error.exit_code, str(error))
+            self._refuse(error.exit_code, str(error), cause_of(str(error)))
             return
         except MemoryError as error:
-            self._refuse(4, f"this machine ran out of memory: {error or 'no more to be had'}")
+            self._refuse(4, f"this machine ran out of memory: {error or 'no more to be had'}", "memory ran out")
             return
         except Exception as error:
             traceback.print_exception(error)
-            self._refuse(OstinatoError.exit_code, f"this is our fault: {type(error).__name__}: {error}")
+            self._refuse(OstinatoError.exit_code, f"this is our fault: {type(error).__name__}: {error}", OUR_FAULT)
             return
         self._service.open(llm)
         facts = self._service.health()
         self._tell({"event": "ready", "seconds": time.perf_counter() - began, **facts})
 
-    def _refuse(self, code: int, message: str) -> None:
-        self._tell({"event": "refused", "message": message})
+    def _refuse(self, code: int, message: str, told: str) -> None:
+        """End, because the model cannot be loaded. `told`: to clients."""
+        self._tell({"event": "refused", "message": message, "told": told})
         self._code = code or OstinatoError.exit_code
         self._service.stop()
 
@@ -126,19 +128,26 @@ class AdmittedLLM(LLM):
         talk: Talk,
         admitted: Callable[[Callable[[], Room]], None],
         *,
-        lowers_context: bool,
+        beside_others: bool,
     ) -> None:
-        """`lowers_context`: a context beyond the model's own is lowered to that, because models that are served
-        together have one `--context`."""
-        self._admitted, self._lowers_context = admitted, lowers_context
+        """`beside_others`: whether other models are served too."""
+        self._admitted, self._beside_others = admitted, beside_others
         super().__init__(model, load=load, talk=talk)
 
     def _choose(self, checkpoint: Checkpoint, shape: Shape, talk: Talk) -> Settled:
-        if self._lowers_context and (self._options.context or 0) > shape.context:
-            talk(f"{self.name}: the context is {shape.context}, for which this model was trained")
-            self._options = replace(self._options, context=shape.context)
+        if self._beside_others:
+            fitting = with_context_of(shape, self._options)
+            if fitting != self._options:
+                talk(f"{self.name}: the context is {shape.context}, for which this model was trained")
+            self._options = fitting
+            # Before another model makes room: what is wrong with a tokenizer should cost that model nothing.
+            super()._load_tokenizer()
         self._admitted(lambda: room_for(checkpoint, shape, self._options))
         return super()._choose(checkpoint, shape, talk)
+
+    def _load_tokenizer(self) -> None:
+        if not self._beside_others:
+            super()._load_tokenizer()
 
 
 async def in_daemon_thread(work: Callable[[], T]) -> T:

@@ -233,7 +233,7 @@ def template_from(sources: Sources | None, tokenizer: Tokenizer, path: Path) -> 
     if sources is None:
         return None
     bos, eos = ("" if id is None else tokenizer.token_text(id) for id in (tokenizer.bos_id, tokenizer.eos_id))
-    name = f"the chat template of {path}"
+    name = f"the chat template of {path.name}"
     return ChatTemplate(sources.default, bos_token=bos, eos_token=eos, tool_source=sources.tools, name=name)
 
 
