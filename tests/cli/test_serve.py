@@ -26,6 +26,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[ServeOptions]:
             return 0
 
     monkeypatch.setattr(supervisor, "Supervisor", Nobody)
+    monkeypatch.setattr(supervisor, "models_that_cannot_load", lambda options: [])
     monkeypatch.setattr(serve, "resolve", lambda model, talk: None)
     monkeypatch.delenv("OSTINATO_API_KEY", raising=False)
     return found
@@ -57,7 +58,7 @@ def test_several_models_their_names_and_how_many_stay_in_memory(ostinato: RunCli
     assert ran.code == 0, ran.err
     options = started[-1]
     assert options.models == ("a.gguf", "b.gguf", "smollm2")
-    assert options.names == (("x",), ("y",), ("smollm2",))
+    assert options.names == (("x", "a", "a.gguf"), ("y", "b", "b.gguf"), ("smollm2",))
     assert (options.any_model, options.models_max) == (True, 2)
     ran = ostinato("serve", "a.gguf", "b.gguf", "--model", "c.gguf")
     assert (ran.code, "a.gguf b.gguf and --model c.gguf" in ran.err) == (2, True)
