@@ -20,7 +20,7 @@ COMPILE := -c "from ostinato.backends.native.library import compile_object; comp
 export PYTHONDONTWRITEBYTECODE :=
 MAKEFLAGS += $(if $(word 2,$(MAKECMDGOALS)),,--jobs=2)  # several goals, as in `make clean run`, run in order
 
-.PHONY: help run serve test tests quick check bench soak clients docs sanitize test-gpu test-arm wheel clean
+.PHONY: help run serve test tests quick check bench soak chaos clients docs sanitize test-gpu test-arm wheel clean
 
 run: $(SMALL) $(COMPILED)  # streams an answer; PROMPT="..." and MODEL=file.gguf choose
 	@$(BIN)/ostinato run $${MODEL:+--model "$$MODEL"} --max-tokens 256 "$$PROMPT"
@@ -57,6 +57,9 @@ bench: $(DEV)  # measures this machine
 soak: $(DEV)  # tests with their full counts, in the thousands
 	OSTINATO_SOAK=1 $(BIN)/pytest --numprocesses 2 -m soak
 	$(BIN)/python -m bench.cards --fast --out docs/cards.md
+
+chaos: $(DEV)  # an hour of every fault at random, then what was lost or leaked
+	$(BIN)/python -m bench.chaos
 
 clients: $(DEV)  # real clients in environments of their own against a server, as a table
 	@$(BIN)/python -m tests.clients

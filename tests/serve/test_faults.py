@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 
 from ostinato.text import template
 from tests.cli import tiny_model
+from tests.serve.hostile import NOISE, SCHEMAS
 from tests.serve.running import Running, serving
 
 CHAT = "/v1/chat/completions"
@@ -52,29 +52,7 @@ def test_a_template_that_loops_is_given_up(tmp_path: Path, monkeypatch: pytest.M
         thread.join()
 
 
-def exploding() -> dict[str, Any]:
-    """Each definition holds the next ten times: a hundred million strings, in a few hundred bytes."""
-    steps = {
-        f"s{n}": {"type": "object", "properties": {f"p{i}": {"$ref": f"#/$defs/s{n + 1}"} for i in range(10)}}
-        for n in range(8)
-    }
-    return {"$defs": {**steps, "s8": {"type": "string"}}, "$ref": "#/$defs/s0"}
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        exploding(),
-        {"type": "string", "pattern": "(a{1,1000}){1,1000}(b{1,1000}){1,1000}"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1_000_000, "maxItems": 2_000_000},
-        {"type": "object", "properties": {f"p{i}": {"enum": [f"{i}-{j}" for j in range(50)]} for i in range(200)}},
-        {"$ref": "#/nowhere"},
-        {"$ref": "#"},
-        {"type": "nonsense"},
-        {"allOf": [{"type": "string"}, {"type": "integer"}]},
-    ],
-    ids=["references", "pattern", "items", "enums", "nowhere", "itself", "nonsense", "impossible"],
-)
+@pytest.mark.parametrize("schema", SCHEMAS.values(), ids=SCHEMAS)
 def test_a_schema_that_explodes_is_refused_or_followed_in_bounded_time(server: Running, schema: dict[str, Any]) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     began = time.monotonic()
@@ -104,7 +82,7 @@ def test_noise_on_the_socket_is_answered_as_http_says(server: Running) -> None:
     import socket
 
     address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
-    for noise in (random.Random(0).randbytes(200), b"GET\r\n\r\n", b"POST / HTTP/9.9\r\n\r\n", b"\0" * 100):
+    for noise in NOISE:
         with socket.create_connection(address, timeout=20) as client:
             client.sendall(noise + b"\r\n\r\n")
             client.shutdown(socket.SHUT_WR)

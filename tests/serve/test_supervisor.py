@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import pytest
 
 from ostinato.errors import BadInput
 from ostinato.serve.settings import ServeOptions
-from ostinato.serve.supervisor import Supervisor, listen
+from ostinato.serve.supervisor import Supervisor, drop_waiting, listen, private_sockets
 from tests.cli import tiny_model
 from tests.serve.running import DEADLINE_S
 
@@ -509,6 +509,20 @@ def test_a_model_that_died_once_and_is_refused_later_is_not_tried_again(played: 
     played._ended(worker, 2)
     assert worker.child is None
     assert (worker.told[-1]["why"], worker.told[-1]["starting_another"]) == ("it is damaged", False)
+
+
+def test_the_next_worker_is_not_asked_what_the_last_one_left_unaccepted() -> None:
+    with ExitStack() as opened:
+        listening = private_sockets(1, opened)["0"]
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.connect(listening.getsockname())
+            asking.sendall(b"POST / HTTP/1.1\r\n")
+            drop_waiting(listening)
+            asking.settimeout(DEADLINE_S)
+            with suppress(ConnectionResetError):
+                assert asking.recv(1) == b""
+        with pytest.raises(BlockingIOError):
+            listening.accept()
 
 
 def test_a_worker_that_keeps_dying_young_is_given_up() -> None:

@@ -1,0 +1,112 @@
+"""Is anything lost, leaked or ended twice when everything fails at random?
+
+    python -m bench.chaos [--seconds 2700] [--admissions 1000000] [--seed N] [--part server|loop]
+
+A server whose processes are killed, stopped and paused, whose disk is full and whose clients are slow, vanish, cancel
+and send what is hostile (`chaos_server.py`); then random admissions and cancels through the native loop
+(`chaos_loop.py`). It ends by itself, with exit code 1 if anything was wrong. The same seed makes the same choices; when
+they take effect depends on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from bench import chaos_loop, chaos_server
+from bench.chaos_held import Held, told
+from bench.note import as_json, command, versions
+
+SECONDS: Final = 2700.0
+ADMISSIONS: Final = 1_000_000
+PARTS: Final = ("server", "loop")
+
+
+def _say(title: str, counts: Mapping[str, int]) -> None:
+    print(f"  {title}: " + ", ".join(f"{name} {n:,}" for name, n in sorted(counts.items())), flush=True)
+
+
+def _say_held(samples: Mapping[str, Sequence[Held]]) -> None:
+    for name, some in samples.items():
+        print(f"  {name} held at first, in the middle and last: {told(some)}", flush=True)
+
+
+def _first_and_last(samples: Mapping[str, Sequence[Held]]) -> dict[str, Any]:
+    return {
+        name: [some[at]._asdict() for at in (0, len(some) // 2, -1)] for name, some in samples.items() if len(some) > 0
+    }
+
+
+def server(seconds: float, seed: int) -> tuple[dict[str, Any], list[str]]:
+    """The server's part: its facts for the note, and what was wrong. Where something was, its files are kept."""
+    folder = Path(tempfile.mkdtemp(prefix="ostinato-chaos-"))
+    report = chaos_server.run(seconds, seed, folder)
+    print(f"server: {report.seconds:.0f} s, {sum(report.rounds.values())} rounds, {len(report.wrong)} wrong")
+    parts = {
+        "rounds": report.rounds,
+        "faults": report.faults,
+        "honest requests": report.ends,
+        "harmful clients": report.harms,
+        "log": report.log,
+    }
+    for title, counts in parts.items():
+        _say(title, counts)
+    _say_held(report.samples)
+    if report.wrong:
+        print(f"  the server's log and models are in {folder}")
+    else:
+        shutil.rmtree(folder)
+    facts = {title: dict(counts) for title, counts in parts.items()}
+    return {"seconds": round(report.seconds, 1), **facts, "held": _first_and_last(report.samples)}, report.wrong
+
+
+def loop(n: int, seed: int) -> tuple[dict[str, Any], list[str]]:
+    """The loop's part: its facts for the note, and what was wrong."""
+    facts: dict[str, Any] = {}
+    total: Counter[str] = Counter()
+    wrong: list[str] = []
+    for kind, share in chaos_loop.shares(n).items():
+        report = chaos_loop.run(kind, share, seed)
+        print(f"loop, {kind}: {report.seconds:.0f} s, {len(report.wrong)} wrong")
+        _say("counts", report.counts)
+        _say_held({"the process": report.samples})
+        total += report.counts
+        wrong += [f"{kind}: {what}" for what in report.wrong]
+        held = _first_and_last({"process": report.samples})
+        facts[kind] = {"seconds": round(report.seconds, 1), "counts": dict(report.counts), "held": held}
+    _say("loop, in all", total)
+    return {**facts, "all": dict(total)}, wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of the server's part")
+    parser.add_argument("--admissions", type=int, default=ADMISSIONS, help="through the native loop, at least")
+    parser.add_argument("--seed", type=int, help="of an earlier run; without it another one each time")
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this part; may be repeated")
+    given = parser.parse_args()
+    seed = random.SystemRandom().randrange(2**31) if given.seed is None else given.seed
+    print(f"seed {seed}", flush=True)
+    facts: dict[str, Any] = {}
+    wrong: list[str] = []
+    for part in given.part or PARTS:
+        facts[part], found = server(given.seconds, seed) if part == "server" else loop(given.admissions, seed)
+        wrong += found
+    for what in wrong:
+        print(f"WRONG {what}")
+    question = "is anything lost, leaked or ended twice when everything fails at random?"
+    known = versions("ostinato", "torch", "uvicorn")
+    print(as_json(question, command("bench.chaos"), known, seed=seed, wrong=len(wrong), **facts))
+    if wrong:
+        sys.exit(f"{len(wrong)} things were wrong; try it again with --seed {seed}")
+
+
+if __name__ == "__main__":
+    main()
