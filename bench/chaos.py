@@ -11,8 +11,10 @@ they take effect depends on the machine.
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import shutil
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -94,6 +96,8 @@ def main() -> None:
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(2**31) if given.seed is None else given.seed
     print(f"seed {seed}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended, too
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of connections that the server has closed
     facts: dict[str, Any] = {}
     wrong: list[str] = []
     for part in given.part or PARTS:

@@ -41,6 +41,7 @@ N_HONEST, N_HARMFUL = 4, 2
 STORM_SHARE: Final = 0.6  # of the time
 QUIET_S: Final = 60.0  # for a round's last requests, restarts and connections
 START_S: Final = 120.0
+LEFT_S: Final = 10.0  # for the processes of its processes to notice its end
 AFTER_S: Final = {"log": 0.5, "pause": 0.5}  # a fault may still be noticed so long after it
 AFTER_DEATH_S: Final = 8.0  # of a process, or of the supervisor's standstill
 MOST_WRONG: Final = 20
@@ -103,7 +104,6 @@ class Server:
                 stderr=log,
                 env={**os.environ, "TMPDIR": str(self.temporary)},
             )
-        self.pids: set[int] = {self.process.pid}
         self.lines: list[str] = []
         self.port = 0
 
@@ -134,14 +134,13 @@ class Server:
                 with suppress(OSError):
                     if f"ostinato.serve.{kind}".encode() in Path(f"/proc/{one}/cmdline").read_bytes():
                         found.append(int(one))
-        self.pids.update(found)
         return found
 
     def processes(self) -> list[int]:
         return [self.process.pid, *self.children("front"), *self.children("worker")]
 
     def end(self) -> int:
-        """Ask it to end; its exit code. Whatever is left is killed."""
+        """Ask it to end; its exit code."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
@@ -149,15 +148,27 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.process.wait()
-        finally:
-            for pid in self.pids - {self.process.pid}:
-                if is_ours(pid):
-                    os.kill(pid, signal.SIGKILL)
 
     def left(self) -> list[str]:
-        """What it should have taken with it."""
-        processes = [f"process {pid}" for pid in self.pids if is_ours(pid)]
-        return [*processes, *(f"folder {path.name}" for path in self.temporary.iterdir())]
+        """What it should have taken with it: processes, which are killed now, and files."""
+        end = time.monotonic() + LEFT_S
+        while (pids := self._family()) and time.monotonic() < end:
+            time.sleep(0.1)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return [*(f"process {pid}" for pid in pids), *(f"folder {path.name}" for path in self.temporary.iterdir())]
+
+    def _family(self) -> list[int]:
+        """Every process that this server has started, and those that they have: they share its folder for temporary
+        files, whoever their parent is now."""
+        mark = f"TMPDIR={self.temporary}".encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                if mark in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+        return found
 
 
 def is_ours(pid: int) -> bool:
