@@ -20,7 +20,7 @@ COMPILE := -c "from ostinato.backends.native.library import compile_object; comp
 export PYTHONDONTWRITEBYTECODE :=
 MAKEFLAGS += $(if $(word 2,$(MAKECMDGOALS)),,--jobs=2)  # several goals, as in `make clean run`, run in order
 
-.PHONY: help run serve test tests quick check bench soak chaos clients docs sanitize test-gpu test-arm wheel clean
+.PHONY: help run serve test tests quick check bench soak chaos clients docs sanitize test-gpu test-arm test-compilers wheel clean
 
 run: $(SMALL) $(COMPILED)  # streams an answer; PROMPT="..." and MODEL=file.gguf choose
 	@$(BIN)/ostinato run $${MODEL:+--model "$$MODEL"} --max-tokens 256 "$$PROMPT"
@@ -80,6 +80,10 @@ wheel: $(SMALL)  # builds a wheel for each architecture into dist
 test-arm: $(DEV)  # compares AArch64 with x86-64, emulated
 	$(BIN)/pytest -rs tests/arm/check_arm.py
 
+# NVIDIA's compiler and the runtime of CUDA 12 come from PyPI; hipcc is the system's (on Debian: apt-get install hipcc).
+test-compilers: $(DEV) .venv/nvcc  # compiles the laboratory's programs with nvcc and hipcc
+	$(BIN)/pytest -rs tests/lab/test_programs.py
+
 # The native CPU loop's tests with every access and every undefined step watched. Compiled first, by itself: the compiler
 # need not be watched. What Python and torch never give back is no leak of ours.
 SANITIZED := tests/backends/native
@@ -106,6 +110,10 @@ $(SMALL): .venv/python pyproject.toml constraints.txt
 	@$(if $(COMPILER),,$(PIP) ziglang >/dev/null 2>&1 || { echo "There is no C++ compiler here, and ziglang, which has \
 	one, could not be installed from PyPI: install g++ or clang, then try again." >&2; exit 2; })
 	@touch $@
+
+.venv/nvcc: .venv/python
+	$(PIP) --target $@ 'nvidia-cuda-nvcc==13.0.*' 'nvidia-cuda-runtime==13.0.*' 'nvidia-nvvm==13.0.*' \
+	  'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-runtime-cu12==12.9.*'
 
 # It needs no package; where it fails, the first answer says why.
 .venv/compiled: $(wildcard src/ostinato/backends/native/src/* src/ostinato/loop/*.h)

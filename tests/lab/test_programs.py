@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,31 @@ CSV = "\n".join(
 )
 
 
-def compiled(command: list[str], tool: str, **environment: str) -> None:
-    if shutil.which(tool) is None:
-        pytest.skip(f"{tool} is not installed")
+# Where `make test-compilers` and `.ci/run` install NVIDIA's compiler, and the runtime of CUDA 12, from PyPI.
+INSTALLED = Path(sys.prefix) / "nvcc" / "nvidia"
+CUDA_12 = INSTALLED / "cuda_runtime"
+CUDA_12_CARDS = ("75", "80", "86", "89", "90")
+
+
+def nvcc() -> list[str]:
+    """The compiler that is installed, the machine's own first, and where its libraries are."""
+    if own := shutil.which("nvcc"):
+        return [own]
+    ours = INSTALLED / "cu13"
+    if not (ours / "bin" / "nvcc").exists():
+        pytest.skip("nvcc is not installed; `make test-compilers` installs it")
+    return [str(ours / "bin" / "nvcc"), f"-L{ours / 'lib'}"]
+
+
+def compiled(command: list[str], **environment: str) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+def installed(tool: str) -> str:
+    if shutil.which(tool) is None:
+        pytest.skip(f"{tool} is not installed")
+    return tool
 
 
 @pytest.mark.slow
@@ -37,7 +58,22 @@ def compiled(command: list[str], tool: str, **environment: str) -> None:
 def test_a_whole_program_compiles_with_nvcc(name: str, tmp_path: Path) -> None:
     out = tmp_path / name
     flags = ["-O3", "-std=c++17", "-arch=sm_90", "-lineinfo"]
-    compiled(["nvcc", *flags, str(FOLDER / f"{name}.cu"), "-o", str(out)], "nvcc")
+    compiled([*nvcc(), *flags, str(FOLDER / f"{name}.cu"), "-o", str(out)])
+    assert out.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_program_compiles_with_the_runtime_of_cuda_12_for_its_cards(name: str, tmp_path: Path) -> None:
+    if not CUDA_12.exists():
+        pytest.skip("the runtime of CUDA 12 is not installed; `make test-compilers` installs it")
+    unit, out = tmp_path / f"{name}.cu", tmp_path / name
+    unit.write_text(f'#include "{FOLDER / name}.cu"\nstatic_assert(CUDART_VERSION / 1000 == 12, "another runtime");\n')
+    cards = [f"-gencode=arch=compute_{card},code=sm_{card}" for card in CUDA_12_CARDS]
+    # In front of the compiler's own, so that these are found first.
+    runtime = [f"-I{CUDA_12 / 'include'}", f"-L{CUDA_12 / 'lib'}"]
+    compiler, *libraries = nvcc()
+    compiled([compiler, *runtime, *libraries, "-O3", "-std=c++17", "--threads=2", *cards, str(unit), "-o", str(out)])
     assert out.exists()
 
 
@@ -46,7 +82,7 @@ def test_a_whole_program_compiles_with_nvcc(name: str, tmp_path: Path) -> None:
 def test_a_whole_program_compiles_with_hipcc(name: str, tmp_path: Path) -> None:
     out = tmp_path / name
     flags = ["-O3", "-std=c++17", "-x", "hip", "--offload-arch=gfx90a"]
-    compiled(["hipcc", *flags, str(FOLDER / f"{name}.cu"), "-o", str(out)], "hipcc", HIP_PLATFORM="amd")
+    compiled([installed("hipcc"), *flags, str(FOLDER / f"{name}.cu"), "-o", str(out)], HIP_PLATFORM="amd")
     assert out.exists()
 
 
@@ -57,7 +93,7 @@ def test_the_kernels_compile_for_a_newer_amd_card(tmp_path: Path) -> None:
     unit = tmp_path / "kernels.hip"
     unit.write_text('#include <hip/hip_runtime.h>\n#include "kernels.h"\n')
     flags = ["-x", "hip", "--offload-arch=gfx942", "--cuda-device-only", "-nogpulib", "-O3", "-S", "-I", str(FOLDER)]
-    compiled(["clang-19", *flags, "-o", str(tmp_path / "kernels.s"), str(unit)], "clang-19")
+    compiled([installed("clang-19"), *flags, "-o", str(tmp_path / "kernels.s"), str(unit)])
     assert "persistent" in (tmp_path / "kernels.s").read_text()
 
 
