@@ -30,7 +30,7 @@ serve: $(SERVE) $(COMPILED)  # a server at http://127.0.0.1:8000; MODEL=file.ggu
 	@$(BIN)/ostinato serve $${MODEL:+--model "$$MODEL"} $${PORT:+--port "$$PORT"}
 
 help:  # this list
-	@sed -n 's/^\([a-z-]*\):[^=]*  # \(.*\)/make \1\t\2/p' Makefile | expand --tabs=18
+	@sed -n 's/^\([a-z-]*\):[^=]*  # \(.*\)/make \1\t\2/p' Makefile | expand --tabs=21
 
 # Three processes, since tests of servers and clusters mostly wait; types are checked meanwhile.
 test: $(DEV)  # format, lint, types and all tests
