@@ -21,24 +21,33 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import cache
 from itertools import chain
+from math import gcd
 from multiprocessing import get_context
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
-from bench.compiling import LANES, Specialisation, chip_named, compile_fast, compiled, registers_of, specialisation_of
+from bench.card_models import WELL_KNOWN, models, shortened, tiny_models
+from bench.compiling import (
+    LANES,
+    Specialisation,
+    chip_named,
+    compile_fast,
+    compiled_for,
+    registers_of,
+    specialisation_of,
+)
 from bench.launches import bound_kernels
 from ostinato.backends.cuda.launch import TritonLaunch
 from ostinato.backends.cuda.packed_types import PACKED_TYPES
-from ostinato.backends.machine import REGISTERS
-from ostinato.models.gemma import two_ropes
-from ostinato.models.named_shapes import named_shape
-from ostinato.models.rope import Rope
-from ostinato.models.shape import Shape, alike
+from ostinato.backends.machine import REGISTERS, Chip
+from ostinato.backends.torch.ops.q8_0 import BLOCK as Q8_BLOCK
+from ostinato.lab.random_weights import DTYPES
+from ostinato.models.shape import Shape
 from ostinato.options import KVType
 
-NVIDIA: Final = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+NVIDIA: Final = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 ARCHS: Final = (*NVIDIA, *LANES)
 TYPES: Final = ("f32", "f16", "bf16", *(type.lower() for type in PACKED_TYPES), "q4_k_m")
 # Bytes that a thread spills at most, on NVIDIA's: what products of K types take with any Triton that was tried, and
@@ -51,56 +60,22 @@ MOST_SPILLED_BY: Final = {
     ("attend_chunk", "float32, heads of 256"): 24_576,
 }
 KV_TYPES: Final[tuple[KVType, ...]] = ("bf16", "f32", "f16", "q8_0")
-# Constants that decide how much there is to do, not how a program does it.
-SIZES: Final = frozenset(
-    ("N", "K", "FIRST", "OUT_STRIDE", "N_STATS", "K_STATS", "STATS_WIDE", "EARLY", "ACTIVATION", "RUN", "HIDDEN",
-     "BLOCKS", "N_EXPERTS", "N_USED", "WIDE", "heads", "kv_heads", "n_rotary", "slots", "group", "vocab", "n_tokens",
-     "words", "n_blocks", "n_subs")
+# Constants that decide how much there is to do, not how a program does it; of two activations none takes more.
+COUNTS: Final = frozenset(
+    ("N", "FIRST", "N_STATS", "K_STATS", "STATS_WIDE", "ACTIVATION", "RUN", "BLOCKS", "N_EXPERTS", "N_USED", "N_SCORES",
+     "HEADS", "KEY_HEADS", "heads", "kv_heads", "slots", "group", "n_tokens", "words", "n_blocks", "n_subs", "wanted")
 )  # fmt: skip
+# Sizes of what is loaded and stored: code depends on whether it lies aligned, and on nothing else of them.
+SIZES: Final = frozenset(
+    ("OUT_STRIDE", "HIDDEN", "WIDTH", "INNER", "CHANNELS", "COLUMNS", "VALUE", "KEY", "STATE", "RANK",
+     "STRIDE", "X_STRIDE", "Y_STRIDE", "GATE_STRIDE", "DT_STRIDE", "PART_STRIDE", "BIAS_FIRST", "BIAS_STRIDE",
+     "keys_at", "columns", "vocab")
+)  # fmt: skip
+ALIGNED: Final = 16  # elements, beyond which nothing is loaded otherwise
+WHETHER: Final = frozenset(("window", "WINDOW", "temperature_span"))  # of these, whether there is one
 # Arguments that may be absent, each a line or two of a kernel's end.
 _OPTIONAL: Final = frozenset(
     ("bias_ptr", "scale_ptr", "scale", "softcap", "prepared_ptr", "prepared_weight_ptr", "stats_ptr")
-)
-
-
-def _shape(family: str, hidden: int, heads: tuple[int, int, int], ff_width: int, vocab: int, **more: Any) -> Shape:
-    n_heads, n_kv_heads, width = heads
-    sizes = {"hidden": hidden, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_width": width, "vocab": vocab}
-    rope = Rope(10_000.0, width, "halves")
-    return alike(family, rope, n_layers=2, ff_width=ff_width, context=4096, norm_eps=1e-6, **{**sizes, **more})
-
-
-def _two_layers(shape: Shape) -> Shape:
-    return replace(shape, layers=shape.layers[:2])
-
-
-_GEMMA: Final = {"activation": "gelu_tanh", "tied_head": True, "embedding_scale": 48.0}
-_GPT2: Final = {"activation": "gelu_tanh", "tied_head": True, "attention_bias": True, "mlp_bias": True}
-# Two layers of a model of every family whose step is made of kernels, large ones first.
-MODELS: Final[Mapping[str, Shape]] = MappingProxyType(
-    {
-        "llama-8b": _two_layers(named_shape("llama-8b")),
-        "llama-1b": _two_layers(named_shape("llama-1b")),
-        "smollm2-135m": _two_layers(named_shape("smollm2-135m")),
-        "mixtral-8x7b": _two_layers(named_shape("mixtral-8x7b")),
-        "qwen3-30b-a3b": _two_layers(named_shape("qwen3-30b-a3b")),
-        "mamba2-1.3b": _two_layers(named_shape("mamba2-1.3b")),
-        "mamba-1.4b": _two_layers(named_shape("mamba-1.4b")),
-        "falcon-h1-1.5b": _two_layers(named_shape("falcon-h1-1.5b")),
-        "qwen2-7b": _shape("qwen2", 3584, (28, 4, 128), 18_944, 152_064, attention_bias=True),
-        "qwen2-0.5b": _shape("qwen2", 896, (14, 2, 64), 4864, 151_936, attention_bias=True, tied_head=True),
-        "qwen3-0.6b": _shape("qwen3", 1024, (16, 8, 128), 3072, 151_936, tied_head=True),
-        "phi3-mini": _shape("phi3", 3072, (32, 32, 96), 8192, 32_064),
-        "gpt2": _shape("gpt2", 768, (12, 12, 64), 3072, 50_257, **_GPT2).with_attention(rope=None),
-        "gemma2-2b": _shape("gemma2", 2304, (8, 4, 256), 9216, 256_000, logit_softcap=30.0, **_GEMMA).with_attention(
-            window=(4096, None), softcap=50.0
-        ),
-        "gemma3-1b": two_ropes(
-            _shape("gemma3", 1152, (4, 1, 256), 6912, 262_144, **_GEMMA).with_attention(window=(512, None)),
-            Rope(1_000_000.0, 256, "halves"),
-            10_000.0,
-        ),
-    }
 )
 
 
@@ -148,10 +123,23 @@ class Case:
 DEFAULT: Final = (Case("smollm2-135m", "q4_1"), *(Case("llama-1b", type) for type in ("q4_k_m", "q8_0", "bf16")))
 
 
-def product_of(models: Sequence[str], types: Sequence[str]) -> list[Case]:
-    """Every model with weights of every type, and with every type of keys and values."""
-    kept = [Case(model, types[0], kv_type) for model in models for kv_type in KV_TYPES]
-    return [*kept, *(Case(model, type) for model in models for type in types)]
+def product_of(names: Sequence[str], types: Sequence[str]) -> list[Case]:
+    """Every model with weights of every type, and with every type of keys and values that its heads can have; of the
+    tiny ones, which are here for what they turn on, in bfloat16."""
+    full = [name for name in names if name in models()]
+    kept = [
+        Case(name, type, kv_type)
+        for name in full
+        for type in types
+        for kv_type in KV_TYPES
+        if type in DTYPES and _keeps(models()[name], kv_type)
+    ]
+    tiny = [Case(name, "bf16") for name in names if name in tiny_models() and "bf16" in types]
+    return [*kept, *(Case(name, type) for name in full for type in types if type not in DTYPES), *tiny]
+
+
+def _keeps(shape: Shape, kv_type: KVType) -> bool:
+    return kv_type != "q8_0" or all(one.head_width % Q8_BLOCK == 0 for one in shape.attention.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,28 +159,81 @@ class Kernel:
         signature = {name: str(type) for name, type in specialised.signature.items() if name not in _OPTIONAL}
         constants = {names[place[0]]: value for place, value in specialised.fixed.items() if len(place) == 1}
         kept = _without_sizes({name: value for name, value in constants.items() if name not in _OPTIONAL})
+        if isinstance(layer := kept.get("S"), dict):  # which several kernels share
+            kept["S"] = {name: value for name, value in layer.items() if name in _names_in(self.function)}
         return self.name, str(signature), str(kept), str(specialised.options)
 
 
-def kernels_for(arch: str, cases: Iterable[Case]) -> dict[object, Kernel]:
+Work = tuple[Kernel, tuple[str, ...]]  # what is compiled, and for which chips
+
+
+def work_for(archs: Sequence[str], cases: Sequence[Case]) -> list[Work]:
+    """Distinct kernels of these models; one that several chips of a generation launch alike is there once."""
+    kernels, by_limits = dict[object, tuple[Kernel, list[str]]](), dict[object, dict[object, Kernel]]()
+    for arch in archs:
+        chip = chip_named(arch)
+        limits = generation_of(arch), chip.shared_bytes
+        if limits not in by_limits:
+            by_limits[limits] = kernels_for(chip, cases)
+        for code, kernel in by_limits[limits].items():
+            kernels.setdefault((generation_of(arch), code), (kernel, []))[1].append(arch)
+    return [(kernel, tuple(archs)) for kernel, archs in kernels.values()]
+
+
+def generation_of(arch: str) -> str:
+    """Chips of one are compiled for alike: those of a major number, or one of AMD's."""
+    return arch if arch in LANES else arch[:-1]
+
+
+def kernels_for(chip: Chip, cases: Iterable[Case]) -> dict[object, Kernel]:
     """Distinct kernels of these models, by their code."""
-    chip, found = chip_named(arch), dict[object, Kernel]()
+    found = dict[object, Kernel]()
     for case in cases:
-        for bound in bound_kernels(MODELS[case.model], case.type, case.kv_type, chip):
+        for bound in bound_kernels(_shape_of(case.model), case.type, case.kv_type, chip):
             launch = bound.launch
             kernel = Kernel(bound.name, _variant(launch), launch.kernel, specialisation_of(launch), _size_of(launch))
-            if kernel.size > getattr(found.get(kernel.code), "size", -1):
-                found[kernel.code] = kernel
+            code = kernel.code
+            if kernel.size > getattr(found.get(code), "size", -1):
+                found[code] = kernel
     return found
+
+
+def _shape_of(name: str) -> Shape:
+    """Well-known ones first, which are there without a look at the others."""
+    known = WELL_KNOWN.get(name)
+    return shortened(known) if known is not None else {**models(), **tiny_models()}[name]
 
 
 def _without_sizes(constants: Mapping[str, Any]) -> dict[str, Any]:
     plain = {name: _plain(value) for name, value in constants.items()}
     return {
-        name: _without_sizes(value) if isinstance(value, dict) else value
+        name: _without_sizes(value) if isinstance(value, dict) else _decisive(name, value, constants)
         for name, value in plain.items()
-        if name not in SIZES
+        if name not in COUNTS
     }
+
+
+def _decisive(name: str, value: Any, beside: Mapping[str, Any]) -> object:
+    """What of a constant decides the code."""
+    if name in WHETHER:
+        return bool(value)
+    if name in SIZES:
+        return gcd(value, ALIGNED)
+    if name == "K":  # whether its last iteration is masked, and an odd block of Q8_0 left over
+        return value % beside.get("BLOCK_K", 1) == 0, value % 64 == 0
+    return value
+
+
+@cache
+def _names_in(kernel: Any) -> frozenset[str]:
+    """What a kernel and the functions that it calls speak of, such as `width` of S.width."""
+    found, left = set[str](), [kernel]
+    while left:
+        function = left.pop().fn
+        fresh = set(function.__code__.co_names) - found
+        found |= fresh
+        left += [called for name in fresh if hasattr(called := function.__globals__.get(name), "fn")]
+    return frozenset(found)
 
 
 def _plain(value: Any) -> Any:
@@ -227,26 +268,29 @@ def _weight_types() -> Mapping[str, int]:
 # Compiling
 
 
-_work: list[Kernel] = []  # which the workers inherit: kernels cannot be sent to them
+_work: list[Work] = []  # which the workers inherit: kernels cannot be sent to them
 
 
-def compile_one(number: int, arch: str) -> Row:
-    kernel = _work[number]
+def compile_one(number: int) -> list[Row]:
+    kernel, archs = _work[number]
     options, started = kernel.specialised.options, time.monotonic()
-    made = Row(kernel.name, kernel.variant, arch, options.get("num_warps", 4), options.get("num_stages"))
+    made = [
+        Row(kernel.name, kernel.variant, one, options.get("num_warps", 4), options.get("num_stages")) for one in archs
+    ]
     try:
-        taken = compiled(kernel.function, kernel.specialised, arch)
+        taken = compiled_for(kernel.function, kernel.specialised, archs)
     except Exception as error:  # whatever a compiler raises: it is reported with the kernel's name
-        return replace(made, error=str(error).strip().splitlines()[-1][:300])
-    return replace(made, **taken._asdict(), seconds=round(time.monotonic() - started, 2))
+        return [replace(row, error=str(error).strip().splitlines()[-1][:300]) for row in made]
+    seconds = round(time.monotonic() - started, 2)
+    return [replace(row, **one._asdict(), seconds=seconds) for row, one in zip(made, taken, strict=True)]
 
 
-def sweep(arch: str, kernels: Iterable[Kernel], workers: int) -> Iterator[Row]:
-    """These kernels, compiled for a chip, in no particular order."""
-    _work[:] = kernels
+def sweep(work: Iterable[Work], workers: int) -> Iterator[Row]:
+    """These kernels, compiled for their chips, in no particular order."""
+    _work[:] = work
     with ProcessPoolExecutor(workers, get_context("fork")) as pool:
-        for made in as_completed([pool.submit(compile_one, number, arch) for number in range(len(_work))]):
-            yield made.result()
+        for made in as_completed([pool.submit(compile_one, number) for number in range(len(_work))]):
+            yield from made.result()
 
 
 def by_nvrtc(arch: str) -> Iterator[Row]:
@@ -311,16 +355,15 @@ def main(words: Sequence[str] | None = None) -> int:
     asked = _asked(words)
     if asked.fast:
         compile_fast()
-    cases = DEFAULT if asked.default else product_of(asked.models, asked.types)
+    cases = () if asked.rows else DEFAULT if asked.default else product_of(asked.models, asked.types)
     rows = [row for file in asked.rows for row in kept_rows(file)]
-    done: set[object] = set()  # with --default: what was compiled for another chip of the list is not compiled again
-    for arch in () if asked.rows else asked.arch:
-        kernels = {code: kernel for code, kernel in kernels_for(arch, cases).items() if code not in done}
-        done |= set(kernels) if asked.default else set()
-        plain = by_nvrtc(arch) if arch in NVIDIA and not asked.default else ()
-        for row in chain(sweep(arch, kernels.values(), asked.workers), plain):
-            rows.append(row)
-            print(json.dumps(asdict(row) | {"problem": row.problem}), flush=True)
+    work = work_for(asked.arch, cases)
+    if asked.default:
+        work = [(kernel, archs[:1]) for kernel, archs in work]
+    plain = [] if asked.default or asked.rows else [arch for arch in asked.arch if arch in NVIDIA]
+    for row in chain(sweep(work, asked.workers), *map(by_nvrtc, plain)):
+        rows.append(row)
+        print(json.dumps(asdict(row) | {"problem": row.problem}), flush=True)
     if asked.out is not None:
         page = asked.out.read_text("utf-8")
         before, mark, _ = page.partition(MARK)
@@ -345,7 +388,7 @@ def _asked(words: Sequence[str] | None) -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=listed(ARCHS), default=list(ARCHS))
-    parser.add_argument("--models", type=listed(tuple(MODELS)), default=list(MODELS))
+    parser.add_argument("--models", help="names with commas between them, as bench/card_models.py has them; all")
     parser.add_argument("--types", type=listed(TYPES), default=list(TYPES))
     parser.add_argument(
         "--default", action="store_true", help="the default model's plans and a 1B's alone, each kernel once"
@@ -354,7 +397,14 @@ def _asked(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rows", type=Path, nargs="+", default=[], help="lines of earlier runs, and nothing compiled")
     parser.add_argument("--out", type=Path, help="the page whose table is written anew")
-    return parser.parse_args(words)
+    asked = parser.parse_args(words)
+    if not asked.default and not asked.rows:
+        known = [*models(), *tiny_models()]
+        try:
+            asked.models = known if asked.models is None else listed(known)(asked.models)
+        except argparse.ArgumentTypeError as error:
+            parser.error(str(error))
+    return asked
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -80,25 +81,57 @@ def chip_named(arch: str) -> Chip:
 
 
 def compile_fast() -> None:
-    """Leave out the pass that widens asynchronous copies, for the rest of this process. It takes five sixths of the
-    compiler's time with packed weights, and moves no buffer: shared memory is the same to the byte, registers nearly.
-    What is compiled so is kept in a cache of its own, since Triton would take it for the real one."""
+    """Leave out the pass that widens asynchronous copies, for the rest of this process, and the numbers of lines. It
+    takes five sixths of the compiler's time with packed weights, and moves no buffer: shared memory is the same to the
+    byte, registers nearly. What is compiled so is kept in a cache of its own, since Triton would take it for the real
+    one."""
     from triton import knobs
     from triton._C.libtriton import passes
 
     knobs.cache.dir = f"{knobs.cache.dir}-without-coalescing"
+    knobs.compilation.disable_line_info = True
     passes.ttgpuir.add_coalesce_async_copy = lambda manager: None
+
+
+def compiled_for(kernel: Any, specialised: Specialisation, archs: Sequence[str]) -> list[Taken]:
+    """A kernel of a bound launch, compiled for chips of one generation: Triton makes the same PTX for all of them but
+    for the line that names the chip (`tests/backends/cuda/triton/test_cards.py`), which each one's assembler gets."""
+    made = _made(kernel, specialised, archs[0])
+    first = _taken(made, archs[0])
+    return [first, *(_assembled(made, specialised.options, arch, first.shared_bytes) for arch in archs[1:])]
+
+
+def _assembled(made: Any, options: Mapping[str, Any], arch: str, shared_bytes: int) -> Taken:
+    from triton.compiler.compiler import make_backend
+
+    target = _target(arch)
+    backend = make_backend(target)
+    name = arch if target.arch < 90 else f"{arch}a"
+    ptx = re.sub(r"^\.target \w+", f".target {name}", made.asm["ptx"], flags=re.MULTILINE)
+    binary = backend.make_cubin(ptx, {}, backend.parse_options(dict(options)), target.arch)
+    return Taken(shared_bytes, *registers_of(binary, made.name))
 
 
 def compiled(kernel: Any, specialised: Specialisation, arch: str) -> Taken:
     """A kernel of a bound launch, compiled for a chip."""
-    import triton
+    return _taken(_made(kernel, specialised, arch), arch)
+
+
+def _target(arch: str) -> Any:
     from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("hip", arch, LANES[arch]) if arch in LANES else GPUTarget("cuda", int(arch[3:]), 32)
+
+
+def _made(kernel: Any, specialised: Specialisation, arch: str) -> Any:
+    import triton
     from triton.compiler import ASTSource
 
-    target = GPUTarget("hip", arch, LANES[arch]) if arch in LANES else GPUTarget("cuda", int(arch[3:]), 32)
     source = ASTSource(kernel, specialised.signature, specialised.fixed, specialised.aligned)
-    made = triton.compile(source, target=target, options=specialised.options)
+    return triton.compile(source, target=_target(arch), options=specialised.options)
+
+
+def _taken(made: Any, arch: str) -> Taken:
     if arch in LANES:
         text = made.asm["amdgcn"]
         found = [

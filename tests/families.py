@@ -141,16 +141,17 @@ def samples() -> dict[str, list[Sample]]:
         *((name, model) for name, model in tiny_encoders.ENCODERS.items() if "num_labels" not in model.config),
     ]
     for name, model in both:
-        family, shape = _read(model.kind, model.config)
+        family, shape = read(model.kind, model.config)
         if not shape.recurrent:
-            family, shape = _read(model.kind, _usual(model.config))
+            family, shape = read(model.kind, _usual(model.config))
         # A family that shares a class with another goes by its own name in GGUF alone.
         family = next((one for one in FAMILIES if one.name == model.architecture and not one.hf), family)
         found.setdefault(family.name, []).append(Sample(name, model.kind, model.architecture, shape))
     return found
 
 
-def _read(kind: str, config: Mapping[str, Any]) -> tuple[Family, Shape]:
+def read(kind: str, config: Mapping[str, Any]) -> tuple[Family, Shape]:
+    """The family of a class of transformers and the shape of its configuration, defaults where nothing is given."""
     made = getattr(transformers, kind).config_class(**json.loads(json.dumps(dict(config))))
     stated = _Stated(kind, {**json.loads(made.to_json_string(use_diff=False)), "architectures": [kind]})
     return family_of(stated), read_shape(stated)

@@ -47,7 +47,7 @@ _NUMBERS: Final[Mapping[str, np.dtype[Any]]] = {
     "F16": np.dtype(np.float16),
     "BF16": BFLOAT16,
 }
-# What a type becomes where rows are no whole blocks of 256, as in files that llama.cpp makes.
+# What a type becomes where rows are no whole blocks of 256, as in files that llama.cpp makes; F16 where no block fits.
 _SMALLER_BLOCKS: Final = MappingProxyType({"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"})
 # At most so many blocks or numbers of a tensor are drawn; a larger one repeats them. They are primes, so that the rows
 # of a matrix begin at different places of them and no two rows are equal.
@@ -65,7 +65,10 @@ def kept_as(mix: str, name: str, cols: int, shape: Shape) -> str:
     type = _mixed(name, shape) if mix == "q4_k_m" else mix.upper()
     if type == "MXFP4" and shape.experts is not None and "_exps." not in name:
         type = "Q8_0"  # files of that type have it in their experts alone
-    return type if cols % BLOCKS[type].elements == 0 else _SMALLER_BLOCKS[type]
+    for kept in (type, _SMALLER_BLOCKS.get(type, type)):
+        if cols % BLOCKS[kept].elements == 0:
+            return kept
+    return "F16"
 
 
 def _mixed(name: str, shape: Shape) -> str:

@@ -14,6 +14,7 @@ from ostinato.backends.cuda.chip import (
     choices,
     chunk_block,
     chunk_bytes,
+    chunk_rows,
     kept_iterations,
     other_cut,
     stages_that_fit,
@@ -108,11 +109,12 @@ def test_prompt_products_differ_in_stages_alone(chip: Chip) -> None:
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.arch)
-@pytest.mark.parametrize("width", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("width", [16, 32, 64, 128, 256, 512])
 def test_prompt_attention_fits_every_chip(chip: Chip, width: int) -> None:
     for item_bytes in (2, 4):
-        block = chunk_block(chip, width, item_bytes)
-        assert chunk_bytes(width, item_bytes, block, 1) <= chip.shared_bytes
+        block, rows = chunk_block(chip, width, item_bytes), chunk_rows(chip, width, item_bytes)
+        assert chunk_bytes(width, item_bytes, block, 1, rows=rows) <= chip.shared_bytes
+        assert (rows == 64) == (chunk_bytes(width, item_bytes, block, 1) <= chip.shared_bytes)
         is_whole = block == chunk_block(TUNED, width, item_bytes) == 64
         assert is_whole == (chunk_bytes(width, item_bytes, 64, 1) <= chip.shared_bytes)
 

@@ -19,7 +19,14 @@ from ostinato.backends.base import (
     kv_type_of,
     why_not_kept,
 )
-from ostinato.backends.cuda.chip import LEAST_SHARED_BYTES, chunk_block, chunk_bytes, other_cut, padded_width
+from ostinato.backends.cuda.chip import (
+    LEAST_SHARED_BYTES,
+    chunk_block,
+    chunk_bytes,
+    chunk_rows,
+    other_cut,
+    padded_width,
+)
 from ostinato.backends.machine import Chip, DeviceKind, Machine, cuda_version, why_too_old
 from ostinato.backends.memory_rows import FLOAT_BYTES, output_row, shared_rows, without_empty
 from ostinato.backends.runner import Runner
@@ -234,17 +241,18 @@ def why_not_blocks(shape: Shape) -> str | None:
 
 def why_no_room(shape: Shape, tensors: HeaderTensors, kv_type: KVType, chip: Chip) -> str | None:
     """Which kernel does not fit a block of a chip even with the fewest stages; None where all of them do."""
-    if chip.shared_bytes >= LEAST_SHARED_BYTES:
-        return None  # as on every known chip
-    from ostinato.backends.cuda.triton.tiles import least_bytes
+    needed: dict[str, int] = {}
+    if chip.shared_bytes < LEAST_SHARED_BYTES:  # less than every known chip has
+        from ostinato.backends.cuda.triton.tiles import least_bytes
 
-    needed = {f"the product with {tensor.type} weights": least_bytes(tensor) for tensor in tensors.values()}
+        needed |= {f"the product with {tensor.type} weights": least_bytes(tensor) for tensor in tensors.values()}
     if shape.attention:
         width, item_bytes = padded_width(shape.widest(lambda a: a.head_width)), 4 if kv_type == "f32" else 2
-        block = chunk_block(chip, width, item_bytes)
-        needed[f"the prompt's attention over {kv_type}"] = chunk_bytes(width, item_bytes, block, 1)
-    name = max(needed, key=lambda one: needed[one])
-    if needed[name] <= chip.shared_bytes:
+        block, rows = chunk_block(chip, width, item_bytes), chunk_rows(chip, width, item_bytes)
+        what = f"the prompt's attention over {kv_type} keys of {width}"
+        needed[what] = chunk_bytes(width, item_bytes, block, 1, rows=rows)
+    name = max(needed, key=lambda one: needed[one], default=None)
+    if name is None or needed[name] <= chip.shared_bytes:
         return None
     return f"{name} needs {needed[name]} bytes of shared memory, and a block has {chip.shared_bytes} here"
 

@@ -22,6 +22,7 @@ TUNED_ON: Final = TUNED.capability  # where the table of tiles was measured
 
 LEAST_SHARED_BYTES: Final = min(SHARED_BYTES.values())  # of a block: with so many, every kernel fits
 CHUNK_ROWS: Final = 64  # of a tile of the prompt's attention
+LEAST_TILE: Final = 16  # rows or positions, what a tensor core multiplies
 _CHUNK_BLOCK: Final = 64  # key positions at once, where they fit
 
 
@@ -36,12 +37,19 @@ def stages_that_fit(chip: Chip, wanted: int, iteration_bytes: int, beside: int =
 
 
 def chunk_bytes(
-    width: int, item_bytes: int, block: int, stages: int, row_bytes: int | None = None, *, kept: int | None = None
+    width: int,
+    item_bytes: int,
+    block: int,
+    stages: int,
+    row_bytes: int | None = None,
+    *,
+    kept: int | None = None,
+    rows: int = CHUNK_ROWS,
 ) -> int:
     """Shared memory that the prompt's attention takes at most: queries, blocks of K and V, and weights of V. A row of K
     has `row_bytes` in the store, where those are not its bytes as it is multiplied. `kept`: iterations whose blocks are
     there at once, one less than stages unless given (`kept_iterations`)."""
-    queries, weights = CHUNK_ROWS * width * item_bytes, CHUNK_ROWS * block * item_bytes
+    queries, weights = rows * width * item_bytes, rows * block * item_bytes
     if stages == 1:
         keys = values = block * width * item_bytes
         return queries + max(keys, weights) + values  # weights take the place of keys
@@ -59,9 +67,18 @@ def chunk_block(chip: Chip, width: int, item_bytes: int) -> int:
     """Key positions that the prompt's attention takes at once, of heads so wide (a power of two): the same on all
     chips, unless not even one block fits. Fewer are summed in another order: bits change."""
     block = _CHUNK_BLOCK
-    while block > 16 and chunk_bytes(width, item_bytes, block, 1) > chip.shared_bytes:
+    while block > LEAST_TILE and chunk_bytes(width, item_bytes, block, 1) > chip.shared_bytes:
         block //= 2
     return block
+
+
+def chunk_rows(chip: Chip, width: int, item_bytes: int) -> int:
+    """Rows that a program of the prompt's attention takes at once: fewer where they do not fit beside the smallest
+    block. No bit depends on it."""
+    rows, block = CHUNK_ROWS, chunk_block(chip, width, item_bytes)
+    while rows > LEAST_TILE and chunk_bytes(width, item_bytes, block, 1, rows=rows) > chip.shared_bytes:
+        rows //= 2
+    return rows
 
 
 def other_cut(shape: Shape, kv_type: KVType, chip: Chip | None) -> str | None:

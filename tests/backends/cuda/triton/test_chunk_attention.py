@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ostinato.backends.cuda.chip import chunk_block, chunk_rows
 from ostinato.backends.cuda.triton.chunk_attention import bind_append_chunk, bind_chunk_attention
-from ostinato.backends.machine import SHARED_BYTES, TUNED, Chip
+from ostinato.backends.machine import SHARED_BYTES, TUNED, Capability, Chip
 from ostinato.backends.torch.ops.attend import Heads, PagedKV
 from ostinato.backends.torch.ops.chunk_attention import (
     TILE_ROWS,
@@ -223,6 +224,7 @@ def test_windows_caps_and_sinks_equal_float64(window: int | None, sink: float | 
     assert (seen[:60] - expected).abs().max() < 2e-6
 
 
+@pytest.mark.usefixtures("sums_in_order")
 @pytest.mark.parametrize(
     ("store", "dtype", "window"),
     [
@@ -243,6 +245,7 @@ def test_a_rows_bits_do_not_depend_on_how_the_prompt_is_cut(store: str, dtype: t
         assert same_store(filled, expected_kv)
 
 
+@pytest.mark.usefixtures("sums_in_order")
 @pytest.mark.slow
 def test_the_widest_heads_in_smaller_blocks_are_near_the_larger_and_do_not_depend_on_the_cut() -> None:
     """On a chip whose blocks have little shared memory."""
@@ -258,6 +261,22 @@ def test_the_widest_heads_in_smaller_blocks_are_near_the_larger_and_do_not_depen
     assert torch.isfinite(seen).all()
 
 
+@pytest.mark.usefixtures("sums_in_order")
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9)])
+def test_a_chip_without_room_for_64_queries_takes_fewer_at_once_to_the_same_bits(capability: Capability) -> None:
+    chip, heads = Chip(capability, 128, SHARED_BYTES[capability]), heads_of(1, 512)
+    assert chunk_rows(chip, 512, 4) < chunk_rows(TUNED, 512, 4) == TILE_ROWS
+    assert chunk_block(chip, 512, 4) == chunk_block(TUNED, 512, 4)
+    kv, pages = store_of("f32", 512, 2)
+    qkv = torch.randn(70, heads.n_columns, generator=torch.Generator().manual_seed(5))
+    expected, _ = prefilled(qkv, [70], 128, kv, pages, heads)
+    for cuts in ([70], [33, 37], [1, 69]):
+        seen, _ = prefilled(qkv, cuts, 128, kv, pages, heads, chip)
+        assert torch.equal(bits(seen), bits(expected))
+
+
+@pytest.mark.usefixtures("sums_in_order")
 @pytest.mark.parametrize(
     ("store", "dtype", "window"),
     [("f32", torch.float32, None), pytest.param("q8_0", torch.bfloat16, 40, marks=pytest.mark.slow)],

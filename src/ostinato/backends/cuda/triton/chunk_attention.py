@@ -8,10 +8,11 @@ seen [M, heads * width] in float32, bfloat16 or float16. Grids follow from M alo
 the device, and rows from n on are neither read nor written. Products are in the type of the store, bfloat16 for int8;
 sums are float32. Bound by the products where the past is long.
 
-A tile is up to 64 rows of one sequence. A program takes one, and another one behind it where many short sequences make
-more tiles than there are programs. Key blocks, of 64 where they fit the chip, begin at position 0 whatever the chunk,
-and a block that a row may not see changes no bit of it: its weights are exact zeros and its scale is one. So a row's
-bits depend on its position and contents, not on where the prompt was cut, on M or on the other rows.
+A tile is up to 64 rows of one sequence. A program takes one, or a piece of it where a chip has no room for the queries
+of so many rows, and another one behind it where many short sequences make more tiles than there are programs. Key
+blocks, of 64 where they fit the chip, begin at position 0 whatever the chunk, and a block that a row may not see
+changes no bit of it: its weights are exact zeros and its scale is one. So a row's bits depend on its position and
+contents, not on where the prompt was cut, on M or on the other rows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.chip import chunk_block, chunk_bytes, kept_iterations, padded_width
+from ostinato.backends.cuda.chip import chunk_block, chunk_bytes, chunk_rows, kept_iterations, padded_width
 from ostinato.backends.cuda.launch import FLOATS, TritonLaunch, checked
 from ostinato.backends.cuda.triton.attend import (
     LOG2_E,
@@ -73,22 +74,23 @@ def bind_chunk_attention(
     m, device, width = q.shape[0], q.device, heads.head_width
     exact, wide = kv.keys.dtype == torch.float32, padded_width(width)
     item_bytes = 4 if exact else 2  # of products: blocks of eight bits are multiplied as bfloat16
-    block = chunk_block(chip, wide, item_bytes)
+    block, rows = chunk_block(chip, wide, item_bytes), chunk_rows(chip, wide, item_bytes)
     given = {
         "q": checked("q", q, dtype=FLOATS, shape=(m, heads.n_heads, width), device=device),
         "attended": checked("attended", attended, dtype=q.dtype, shape=(m, heads.n_heads * width), device=device),
         "chunk": _placed(chunk, m, device, heads),
         **layer_arguments(kv, heads, q),
-        **{"ROWS": TILE_ROWS, "BLOCK": block, "WINDOW": heads.window or 0, "CAPPED": heads.softcap is not None},
-        "SINKS": heads.sinks is not None,
+        **{"ROWS": rows, "BLOCK": block, "WINDOW": heads.window or 0, "CAPPED": heads.softcap is not None},
+        **{"SINKS": heads.sinks is not None, "PIECES": TILE_ROWS // rows},
     }
-    grid = (_PROGRAMS * triton.cdiv(m, TILE_ROWS), heads.n_heads)
+    grid = (_PROGRAMS * triton.cdiv(m, rows), heads.n_heads)
     warps = 8 if exact or width > 128 else 4
     # Float32 blocks of wide heads fill the shared memory by themselves.
     stages = 1 if exact and width > 64 else stages_for(heads, kv)
     row_bytes = wide * kv.keys.element_size() + (0 if kv.key_scales is None else 2 * wide // Q8_BLOCK)
     while stages > 1:
-        needed = chunk_bytes(wide, item_bytes, block, stages, row_bytes, kept=kept_iterations(chip, stages))
+        kept = kept_iterations(chip, stages)
+        needed = chunk_bytes(wide, item_bytes, block, stages, row_bytes, kept=kept, rows=rows)
         if needed <= chip.shared_bytes:
             break
         stages -= 1
@@ -137,15 +139,18 @@ def append_chunk_kernel(qkv, q, kv, chunk, turn, S: tl.constexpr, ROWS: tl.const
 @triton.jit
 def chunk_attention_kernel(
     q, attended, kv, chunk, scale, softcap, sinks, S: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     D: tl.constexpr = S.d
     head = tl.program_id(1)
     kv_head = head // (S.heads // S.kv_heads)
     d = tl.arange(0, D)
-    for tile in range(tl.program_id(0), tl.load(chunk.n_tiles), tl.num_programs(0)):
-        row = tl.load(chunk.tiles + 4 * tile) + tl.arange(0, ROWS)
-        n_live, begins = tl.load(chunk.tiles + 4 * tile + 1), tl.load(chunk.tiles + 4 * tile + 2)
+    for piece in range(tl.program_id(0), tl.load(chunk.n_tiles) * PIECES, tl.num_programs(0)):
+        tile, before = piece // PIECES, piece % PIECES * ROWS
+        row = tl.load(chunk.tiles + 4 * tile) + before + tl.arange(0, ROWS)
+        n_live, begins = tl.load(chunk.tiles + 4 * tile + 1), tl.load(chunk.tiles + 4 * tile + 2) + before
+        if PIECES > 1:
+            n_live = tl.minimum(tl.maximum(n_live - before, 0), ROWS)
         its_pages = chunk.pages + tl.load(chunk.tiles + 4 * tile + 3) * chunk.table_stride
         live = tl.arange(0, ROWS) < n_live
         mask = live[:, None] & (d < S.width)[None, :]
@@ -153,6 +158,8 @@ def chunk_attention_kernel(
         queries = narrowed(tl.load(q + at, mask=mask, other=0.0), tl.bfloat16 if S.q8 else kv.key.dtype.element_ty)
         p = begins + tl.arange(0, ROWS)
         end = begins + n_live
+        if PIECES > 1:  # of an empty piece nothing is read
+            end = tl.where(n_live > 0, end, 0)
         first = tl.maximum(begins - (WINDOW - 1), 0) if WINDOW else 0
 
         top = tl.full([ROWS], float("-inf"), tl.float32)
