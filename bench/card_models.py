@@ -69,8 +69,11 @@ PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 
 @cache
 def models() -> Mapping[str, Shape]:
-    """Shapes by name, with as many layers as it takes to have one of each kind; large ones first."""
-    return MappingProxyType({name: shortened(shape) for name, shape in {**WELL_KNOWN, **dict(_of_families())}.items()})
+    """Shapes by name, with as many layers as it takes to have one of each kind; of equal ones the first."""
+    found: dict[Shape, str] = {}
+    for name, shape in {**WELL_KNOWN, **dict(_of_families())}.items():
+        found.setdefault(shortened(shape), name)
+    return MappingProxyType({name: shape for shape, name in found.items()})
 
 
 @cache
@@ -78,7 +81,12 @@ def tiny_models() -> Mapping[str, Shape]:
     """Of every family what can be turned on in it, in widths of their own."""
     from tests.families import samples
 
-    found = {f"tiny {one.name}": shortened(one.shape) for own in samples().values() for one in own if _runs(one.shape)}
+    found = {
+        f"tiny {one.name}": replace(shortened(one.shape), family=family)
+        for family, own in samples().items()
+        for one in own
+        if _runs(one.shape)
+    }
     return MappingProxyType(found)
 
 

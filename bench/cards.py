@@ -18,6 +18,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
@@ -172,12 +173,22 @@ def work_for(archs: Sequence[str], cases: Sequence[Case]) -> list[Work]:
     kernels, by_limits = dict[object, tuple[Kernel, list[str]]](), dict[object, dict[object, Kernel]]()
     for arch in archs:
         chip = chip_named(arch)
-        limits = generation_of(arch), chip.shared_bytes
+        limits = chip.capability[0], chip.shared_bytes
         if limits not in by_limits:
             by_limits[limits] = kernels_for(chip, cases)
         for code, kernel in by_limits[limits].items():
             kernels.setdefault((generation_of(arch), code), (kernel, []))[1].append(arch)
-    return [(kernel, tuple(archs)) for kernel, archs in kernels.values()]
+    return most_different_first([(kernel, tuple(archs)) for kernel, archs in kernels.values()])
+
+
+def most_different_first(work: Sequence[Work]) -> list[Work]:
+    """One of each kernel, type and choice of stages and warps, then another one: a run that is stopped has seen all."""
+    seen, places = Counter[object](), list[int]()
+    for kernel, archs in work:
+        alike = kernel.name, kernel.variant, str(kernel.specialised.options), archs
+        places.append(seen[alike])
+        seen[alike] += 1
+    return [one for _, one in sorted(zip(places, work, strict=True), key=lambda both: both[0])]
 
 
 def generation_of(arch: str) -> str:

@@ -15,14 +15,11 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.base import Settled
-from ostinato.backends.cuda.backend import SPARE_STATES
 from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.plan import FusedPlan
-from ostinato.backends.cuda.static_plan import StaticStep
 from ostinato.backends.native.pages import NativePages
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.backend import TWIN
-from ostinato.backends.torch.chunks import TorchChunks
 from ostinato.backends.torch.kernels import twin_kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
@@ -75,21 +72,11 @@ def eager(kind: MemoryKind) -> Runner:
 
 
 def fused(kind: MemoryKind) -> Runner:
-    """The CUDA plan of models with attention, steps and prompts by its references."""
+    """The CUDA plan, steps and prompts by its references."""
     runner = opened(model_of(kind), TWIN)
     inside = runner.model, runner.memory, runner.tables, N_VOCAB
     runner.chunks = FusedChunks(*inside, twin_kernels())
     return replanned(runner, FusedPlan(*inside, twin_kernels()).plan())
-
-
-def static(kind: MemoryKind) -> Runner:
-    """The CUDA plan of models that recur, by its references."""
-    runner = opened(model_of(kind), TWIN)
-    n_slots = N_SLOTS + SPARE_STATES
-    runner.memory = PagedMemory.of(runner.model, runner.groups, n_slots=n_slots, kv_type="f32", page_tokens=PAGE)
-    inside = runner.model, runner.memory, runner.tables, N_VOCAB
-    runner.chunks = TorchChunks(*inside, twin_kernels())
-    return replanned(runner, StaticStep(*inside, twin_kernels()).plan())
 
 
 def replanned(runner: Runner, plan: Plan) -> Runner:

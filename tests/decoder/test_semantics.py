@@ -37,8 +37,7 @@ LOOPS: dict[str, Callable[[], Runner]] = {
     "native loop, kv, 2 threads": partial(loops.native, "kv", 2),
     "native loop, swa, 2 threads": partial(loops.native, "swa", 2),
     **{f"eager, {kind}": partial(loops.eager, kind) for kind in ("kv", "swa", "recurrent", "hybrid")},
-    **{f"CUDA plan, {kind}": partial(loops.fused, kind) for kind in ("kv", "swa")},
-    **{f"CUDA plan, {kind}": partial(loops.static, kind) for kind in ("recurrent", "hybrid")},
+    **{f"CUDA plan, {kind}": partial(loops.fused, kind) for kind in ("kv", "swa", "recurrent", "hybrid")},
     "tape": partial(loops.tape, None),
     "tape, swa": partial(loops.tape, 6),
 }

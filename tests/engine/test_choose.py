@@ -10,7 +10,6 @@ import pytest
 from ostinato import options
 from ostinato.backends import cards
 from ostinato.backends.base import Settled
-from ostinato.backends.cuda.backend import WHY_NO_LOOP
 from ostinato.backends.machine import SHARED_BYTES, Chip, Machine
 from ostinato.backends.native.backend import NATIVE
 from ostinato.backends.torch.backend import TORCH
@@ -53,20 +52,11 @@ def test_every_mode_has_a_backend_that_answers_for_it_on_either_device() -> None
 
 
 @pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
-def test_recurrent_blocks_without_kernels_run_eagerly_and_as_graphs_on_a_gpu(
-    kind: MemoryKind, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recurrent_blocks_run_in_every_mode_of_a_gpu(kind: MemoryKind) -> None:
     model = random_model(kind)
-    assert why_not_model(model, machine=CARD)["loop"] is None
-    monkeypatch.setattr("ostinato.backends.cuda.backend.MIXERS", ())
     reasons = why_not_model(model, machine=CARD)
-    assert [reasons[mode] for mode in MODES[:3]] == [None, None, WHY_NO_LOOP]
-    settled = decided(model)
-    assert (settled.mode, settled.backend, settled.fallback) == ("graph", "cuda", "eager")
-    assert settled.why_not[0] == f"loop: {WHY_NO_LOOP}"
-    assert decided(model, mode="eager").fallback is None
-    with pytest.raises(HardwareCannot, match="mode 'loop' cannot run here: its torch ops allocate"):
-        decided(model, mode="loop")
+    assert [reasons[mode] for mode in MODES[:3]] == [None] * 3
+    assert decided(model).mode == "loop"
 
 
 def test_encoders_run_natively_on_a_cpu_and_by_torch_elsewhere() -> None:

@@ -115,10 +115,7 @@ def test_rows_of_output_are_bounded_counted_and_there_from_their_first_use_on(n_
 
 
 @pytest.mark.parametrize("kind", ["kv", "recurrent"])
-def test_torch_counts_the_most_rows_of_logits_that_it_gives_at_once(
-    kind: MemoryKind, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ostinato.backends.cuda.backend.MIXERS", ())  # a GPU without kernels for it takes torch's way
+def test_torch_counts_the_most_rows_of_logits_that_it_gives_at_once(kind: MemoryKind) -> None:
     model = random_model(kind)
     settled = settle_model(model, "eager", context=500)
     with closing(open_runner(model, settled)) as runner:
@@ -133,8 +130,6 @@ def test_torch_counts_the_most_rows_of_logits_that_it_gives_at_once(
         assert given[0].logits is not None
         counted = sizes(plan_of(model.shape, settled))[OUTPUT_ROWS]
         assert given[0].logits.nbytes == counted
-        on_card = replace(on_gpu(1, 500), mode="graph")
-        assert kind == "kv" or sizes(plan_of(model.shape, on_card))[OUTPUT_ROWS] == counted
 
 
 def test_a_gpu_counts_the_fused_steps_buffers_and_keeps_rings_in_the_hosts_memory() -> None:

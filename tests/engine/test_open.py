@@ -6,18 +6,12 @@ import threading
 
 import pytest
 
-from ostinato.backends.cuda import kernels
-from ostinato.backends.cuda.backend import CUDA, StaticRunner
-from ostinato.backends.machine import TUNED
 from ostinato.backends.native.start import NativeLoop
-from ostinato.backends.torch.chunks import TorchChunks
-from ostinato.backends.torch.kernels import twin_kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.start import CpuEager
-from ostinato.engine.choose import settle_model
 from ostinato.errors import HardwareCannot, Unsupported
-from tests.engine.rig import Driver, open_loop
-from tests.random_model import MemoryKind, random_model
+from tests.engine.rig import open_loop
+from tests.random_model import random_model
 
 PROMPT = [5, 9, 2, 77, 31]
 REASON = "the driver could not begin the capture of the loop"
@@ -108,28 +102,6 @@ def test_a_loop_that_opens_has_nothing_to_say_and_is_built() -> None:
     driver.run()
     assert driver.runner.start.n_instantiations == 1
     driver.runner.close()
-
-
-# With what a GPU is given its models
-
-
-@pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
-def test_a_gpu_is_given_the_static_plan_and_prompts_in_torch(kind: MemoryKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_model(kind)
-    expected = tokens("eager", model)
-    monkeypatch.setattr(kernels, "triton_kernels", lambda chip: twin_kernels())
-    monkeypatch.setattr("ostinato.backends.cuda.gpu.chip_of", lambda gpu: TUNED)
-    monkeypatch.setattr("ostinato.backends.cuda.backend.MIXERS", ())  # as if they had no kernels
-    monkeypatch.setattr(StaticRunner, "_start", lambda runner, plan: CpuEager(plan, runner.tables, runner.guard))
-    settled = settle_model(model, "eager", context=128, n_pages=64, n_slots=4)
-    driver = Driver(CUDA.open(model, settled))
-    runner = driver.runner
-    assert runner.plan.constants.endswith("static")
-    assert isinstance(runner.chunks, TorchChunks)
-    generation = driver.admit(2, PROMPT, most=8)
-    driver.run()
-    assert driver.tokens(generation) == expected
-    runner.close()
 
 
 def test_an_encoder_is_refused_by_whoever_opens_it() -> None:

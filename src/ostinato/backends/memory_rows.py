@@ -24,16 +24,16 @@ LIBRARIES = MemoryRow("Python and its libraries (about)", 80 << 20)
 LIBRARIES_WITH_TORCH = MemoryRow(LIBRARIES.name, 160 << 20)
 
 
-def shared_rows(shape: Shape, settled: Settled, *, spare_states: int = 0) -> tuple[MemoryRow, ...]:
+def shared_rows(shape: Shape, settled: Settled) -> tuple[MemoryRow, ...]:
     """What holds sequences, and what host and device tell each other through. Beside a GPU the host's part is pinned
     memory. What holds sequences is allocated at once there; on the CPU it is address space, and the system commits it
-    when it is first written. `spare_states`: rows of states beyond the slots'."""
+    when it is first written."""
     on_host, on_cpu = settled.kind == "cuda", settled.kind == "cpu"
     groups = settled.groups(shape)
     layout = Layout(settled.n_slots, settled.max_pages, shape.vocab, n_groups=len(groups))
     return (
         MemoryRow(KV_PAGES, kv_bytes(shape, groups, settled.kv_type, settled.page_tokens), on_demand=on_cpu),
-        MemoryRow("recurrent states", _state_bytes(shape, settled.n_slots + spare_states), on_demand=on_cpu),
+        MemoryRow("recurrent states", _state_bytes(shape, settled.n_slots), on_demand=on_cpu),
         MemoryRow("state snapshots (at most)", snapshot_bytes(shape), on_host=on_host, on_demand=True),
         MemoryRow("slot table", arena_bytes(layout.table_fields)),
         MemoryRow("admissions", arena_bytes(layout.admission_fields), on_host=on_host),

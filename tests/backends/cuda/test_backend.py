@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from ostinato.backends.cuda.backend import CUDA, WHY_NO_LOOP, why_not_blocks
+from ostinato.backends.cuda.backend import CUDA, why_not_blocks
 from ostinato.backends.machine import SHARED_BYTES, Chip, Machine
 from ostinato.extras import install_command
 from ostinato.models.header import tensors_in
-from ostinato.models.shape import ExpertShape
 from ostinato.options import LoadOptions
 from tests.backends.families import FAMILIES, RECURRENT, family_model
-from tests.random_model import MemoryKind, random_model
+from tests.random_model import random_model
 
 CARD = Machine("cuda:0", 1 << 40, 1 << 40, driver_cuda=13_000)
 
@@ -25,21 +24,8 @@ def test_it_runs_every_family_in_every_mode(family: str) -> None:
     assert [CUDA.why_not(mode, *asked) for mode in CUDA.modes] == [None] * 3
 
 
-@pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
-def test_recurrent_blocks_without_kernels_run_in_all_modes_but_the_loop(
-    kind: MemoryKind, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ostinato.backends.cuda.backend.MIXERS", ())
-    model = random_model(kind)
-    asked = (model.shape, tensors_in(model), LoadOptions(), CARD)
-    assert [CUDA.why_not(mode, *asked) for mode in CUDA.modes] == [WHY_NO_LOOP, None, None]
-
-
-def test_what_has_no_kernels_is_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_no_kernels_is_told_by_name() -> None:
     assert why_not_blocks(random_model("encoder").shape) == "bert is an encoder"
-    monkeypatch.setattr("ostinato.backends.cuda.backend.MIXERS", ())
-    routed = replace(random_model("hybrid").shape, experts=ExpertShape(8, 2, 64, renormalise=True))
-    assert "routed experts, and torch must ask" in (why_not_blocks(routed) or "")
     assert "heads of width 8" in (why_not_blocks(random_model("hybrid", hidden=32).shape) or "")
     # Without attention there are no heads.
     assert why_not_blocks(random_model("recurrent", hidden=32).shape) is None

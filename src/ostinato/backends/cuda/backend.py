@@ -1,7 +1,6 @@
 """The GPU's general backend: Triton kernels over packed or dense weights, in `loop`, `graph` and `eager`.
 
-Attention and the recurrent blocks of `mixers.py` run as fused kernels. Models with other recurrent blocks run as
-torch's own step over all rows at once, which only `graph` and `eager` can do.
+Attention, feed-forward and recurrent blocks (`mixers.py`) run as fused kernels, in steps and in prompts.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from ostinato.backends.torch.backend import TensorRunner, loaded_with, model_of,
 from ostinato.errors import Unsupported
 from ostinato.extras import install_command
 from ostinato.models.header import HeaderTensors
-from ostinato.models.shape import DeltaShape, Mamba2Shape, MambaShape, Shape, ShortConvShape
+from ostinato.models.shape import Shape
 from ostinato.options import Activations, KVType, LoadOptions
 
 if TYPE_CHECKING:
@@ -49,17 +48,7 @@ if TYPE_CHECKING:
     from ostinato.models.blocks import ModelBlocks
     from ostinato.models.tensors import TensorTable
 
-MIXERS: Final = (
-    MambaShape,
-    Mamba2Shape,
-    ShortConvShape,
-    DeltaShape,
-)  # recurrent blocks that have kernels (`mixers.py`)
 WHILE_NODES_SINCE: Final = 12_040  # the driver's number for CUDA 12.4
-WHY_NO_LOOP: Final = "its torch ops allocate inside the step, which only a graph that torch captures itself can own"
-# Rows of every state beyond the slots', for rows without a live slot: one of zeros, which they read and no row writes,
-# and one that all of them write, in any order. If they read what they wrote, two runs would not agree on its contents.
-SPARE_STATES: Final = 2
 # Of one row: where attention over a long row is cut, each cut leaves sums of its own (triton/attend.py).
 ATTENTION_CUTS: Final = 64
 # The sampler keeps a scaled copy of the logits and a little beside it.
@@ -95,15 +84,13 @@ class CudaBackend:
             return None  # torch's own blocks encode, and no kernel of ours
         kv_type = kv_type_of(options, dtype_of(options, machine.kind))
         reason = why_not_blocks(shape) or why_not_kept("the GPU", self.kv_types, kv_type)
-        if reason is None and mode == "loop" and not is_fused(shape):
-            reason = WHY_NO_LOOP
         reason = reason or self.why_not_here(mode, machine)
         if reason is None and machine.chip is not None:
             reason = why_no_room(shape, tensors, kv_type, machine.chip)
         return reason
 
     def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> WeightLayout:
-        return plain_layout(shape, options)
+        return plain_layout(options)
 
     def other_sums(self, shape: Shape, settled: Settled, chip: Chip | None) -> str | None:
         return other_cut(shape, settled.kv_type, chip)
@@ -125,30 +112,11 @@ class CudaBackend:
     def open(self, model: ModelBlocks, settled: Settled, *, outbox_entries: int | None = None) -> Runner:
         if not model.shape.causal:
             raise Unsupported(f"{model.shape.family} is an encoder: it embeds text and generates none")
-        kind = FusedRunner if is_fused(model.shape) else StaticRunner
-        return kind(model_of(model, settled), settled, outbox_entries=outbox_entries)
+        return CudaRunner(model_of(model, settled), settled, outbox_entries=outbox_entries)
 
 
 class CudaRunner(TensorRunner):
-    """What both kinds of step share on a GPU."""
-
-    def _kernels(self) -> Kernels:
-        from ostinato.backends.cuda import gpu
-        from ostinato.backends.cuda.kernels import triton_kernels
-
-        return triton_kernels(gpu.chip_of(self.model.device))
-
-    def _start(self, plan: Plan) -> CudaStart:
-        from ostinato.backends.cuda.graph import CudaGraph
-        from ostinato.backends.cuda.start import CudaStart
-        from ostinato.backends.cuda.while_graph import WhileGraph
-
-        kinds: dict[str, type[CudaStart]] = {"eager": CudaStart, "graph": CudaGraph, "loop": WhileGraph}
-        return kinds[self.settled.mode](plan, self.tables, self.guard, self.changed.set)
-
-
-class FusedRunner(CudaRunner):
-    """Models whose blocks have kernels: fused, and prompts in chunks of them."""
+    """Steps, and prompts in chunks, of fused kernels."""
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
         from ostinato.backends.cuda.chunks import FusedChunks
@@ -168,30 +136,27 @@ class FusedRunner(CudaRunner):
         plan = FusedPlan(self.model, self.memory, self.tables, self.n_tokens, self._kernels()).plan()
         return plan, self._start(plan)
 
+    def _kernels(self) -> Kernels:
+        from ostinato.backends.cuda import gpu
+        from ostinato.backends.cuda.kernels import triton_kernels
 
-class StaticRunner(CudaRunner):
-    """Other recurrent models: torch's step over all rows, and prompts in torch."""
+        return triton_kernels(gpu.chip_of(self.model.device))
 
-    # A step computes all rows at once; rows without a live slot need a place to write their states.
-    spare_states = SPARE_STATES
+    def _start(self, plan: Plan) -> CudaStart:
+        from ostinato.backends.cuda.graph import CudaGraph
+        from ostinato.backends.cuda.start import CudaStart
+        from ostinato.backends.cuda.while_graph import WhileGraph
 
-    def _made(self) -> tuple[Plan, Start, Chunks]:
-        from ostinato.backends.cuda.static_plan import StaticStep
-        from ostinato.backends.torch.chunks import TorchChunks
-
-        kernels = self._kernels()
-        plan = StaticStep(self.model, self.memory, self.tables, self.n_tokens, kernels).plan()
-        chunks = TorchChunks(self.model, self.memory, self.tables, self.n_tokens, kernels)
-        chunks.warm()
-        return plan, self._start(plan), chunks
+        kinds: dict[str, type[CudaStart]] = {"eager": CudaStart, "graph": CudaGraph, "loop": WhileGraph}
+        return kinds[self.settled.mode](plan, self.tables, self.guard, self.changed.set)
 
 
 # How it keeps weights
 
 
-def plain_layout(shape: Shape, options: LoadOptions) -> WeightLayout:
-    """As the file has them, unless a dtype was asked for or torch's own step runs them."""
-    return "packed" if options.dtype == "auto" and is_fused(shape) else "dense"
+def plain_layout(options: LoadOptions) -> WeightLayout:
+    """As the file has them, unless a dtype was asked for."""
+    return "packed" if options.dtype == "auto" else "dense"
 
 
 def loader_of(settled: Settled) -> type[DenseLoader]:
@@ -215,23 +180,13 @@ def weight_bytes(tensors: HeaderTensors, settled: Settled) -> int:
 # What it can run
 
 
-def is_fused(shape: Shape) -> bool:
-    """Whether a step of a model is made of kernels alone; else it is torch's."""
-    return all(isinstance(one, MIXERS) for one in shape.recurrent.values())
-
-
 def why_not_blocks(shape: Shape) -> str | None:
     """Why there are no kernels for a model's blocks; None where there are."""
     if not shape.causal:
         return f"{shape.family} is an encoder"
-    fused = is_fused(shape)
-    if not fused and shape.experts is not None:
-        return f"{shape.family} has routed experts, and torch must ask the device which of them are chosen"
     for one in shape.attention.values():
         if one.latent is not None:
             return "there are no kernels of multi-head latent attention"
-        if one.sinks and not fused:
-            return "attention sinks beside recurrent layers that have no kernels"
         if one.head_width % 16:
             return f"heads of width {one.head_width}; the kernels need a multiple of 16"
         if one.value_width != one.head_width:
@@ -275,15 +230,15 @@ def why_driver_has_no_while(version: int | None) -> str | None:
 
 
 def rows_beside_weights(shape: Shape, settled: Settled) -> tuple[MemoryRow, ...]:
-    # Rows are normed in float32 and multiplied in the model's type (outputs.py); recurrent models take torch's way.
+    # Rows are normed in float32 and multiplied in the model's type (outputs.py).
     beside_logits = shape.hidden * (FLOAT_BYTES + ITEM_BYTES[settled.dtype])
-    fused, mixing = is_fused(shape), _mixer_bytes(shape, CHUNK_ROWS["cuda"])
+    mixing = _mixer_bytes(shape, CHUNK_ROWS["cuda"])
     return (
-        *shared_rows(shape, settled, spare_states=0 if fused else SPARE_STATES),
+        *shared_rows(shape, settled),
         MemoryRow("step buffers", _step_bytes(shape, settled)),
         MemoryRow("prefill buffers (about)", prefill_bytes(shape, settled, CHUNK_ROWS["cuda"]) + mixing),
         MemoryRow("workspace (about)", _workspace_bytes(shape, settled)),
-        output_row(shape, CHUNK_ROWS["cuda"], beside_logits) if fused else output_row(shape, CHUNK_ROWS["cpu"]),
+        output_row(shape, CHUNK_ROWS["cuda"], beside_logits),
     )
 
 
@@ -303,7 +258,7 @@ def _mixer_bytes(shape: Shape, rows: int) -> int:
 
     from ostinato.backends.cuda.mixers import MixerBuffers
 
-    if not shape.recurrent or not is_fused(shape):
+    if not shape.recurrent:
         return 0
     made = MixerBuffers.of(shape.recurrent.values(), rows, torch.float32, torch.device("meta"))
     return sum(buffer.nbytes for buffer in made.named.values())

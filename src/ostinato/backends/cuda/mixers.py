@@ -1,8 +1,8 @@
 """Recurrent blocks as kernels: what happens to rows between a mixer's first product and its last, in steps and chunks.
 
 A block is a list of stages over buffers that all layers share: products, which a step and a chunk bind each in its own
-way, and kernels over runs of rows (`triton/runs.py`, `triton/scans.py`). A block joins by a case in `stages_of`, its
-sizes in `MixerBuffers.of` and its shape in `MIXERS` of `backend.py`; what it remembers lies in the states of its layer.
+way, and kernels over runs of rows (`triton/runs.py`, `triton/scans.py`). A block joins by a case in `stages_of` and its
+sizes in `MixerBuffers.of`; what it remembers lies in the states of its layer.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from ostinato.backends.base import (
     why_not_kept,
 )
 from ostinato.backends.cuda.backend import (
-    FusedRunner,
+    CudaRunner,
     loader_of,
     plain_layout,
     rows_beside_weights,
@@ -88,7 +88,7 @@ class TapeBackend:
             return f"{self.why_not_here(mode, machine)}, and this model is on the CPU"
         dtype = dtype_of(options, machine.kind)
         kv_type = kv_type_of(options, dtype)
-        packed = plain_layout(shape, options) == "packed"
+        packed = plain_layout(options) == "packed"
         return (
             why_not_shape(shape)
             or why_not_rows(options.slots, dtype)
@@ -99,7 +99,7 @@ class TapeBackend:
         )
 
     def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> WeightLayout:
-        return plain_layout(shape, options)
+        return plain_layout(options)
 
     def other_sums(self, shape: Shape, settled: Settled, chip: Chip | None) -> str | None:
         if chip is None:
@@ -141,7 +141,7 @@ class TapeBackend:
         return TapeRunner(model_of(model, settled), settled, outbox_entries=outbox_entries)
 
 
-class TapeRunner(FusedRunner):
+class TapeRunner(CudaRunner):
     """One kernel runs every step; prompts as in `backends/cuda`."""
 
     def _step(self) -> tuple[Plan, CudaStart]:

@@ -103,8 +103,6 @@ class TorchBackend:
 class TensorRunner(Runner):
     """Tables and memory are torch's tensors, on the model's device."""
 
-    spare_states = 0  # rows of recurrent states beyond the slots'
-
     def _memory(self) -> PagedMemory:
         from ostinato.backends.torch.paged import PagedMemory
 
@@ -112,7 +110,7 @@ class TensorRunner(Runner):
         return PagedMemory.of(
             self.model,
             settled.groups(self.model.shape),
-            n_slots=settled.n_slots + self.spare_states,
+            n_slots=settled.n_slots,
             kv_type=settled.kv_type,
             page_tokens=settled.page_tokens,
         )

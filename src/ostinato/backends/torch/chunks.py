@@ -19,7 +19,7 @@ from torch import Tensor
 from ostinato.backends.base import CHUNK_ROWS, ChunkOutput, ChunkPart, ChunkWant, output_rows, rows_of_logits
 from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.first_token import FirstToken
-from ostinato.backends.torch.kernels import Kernels, twin_kernels
+from ostinato.backends.torch.kernels import twin_kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.logprobs import logprobs_torch
 from ostinato.backends.torch.outputs import RowOutputs
@@ -39,23 +39,17 @@ class TorchChunks:
     any_cut = False  # of recurrent models, whose parts are not padded; pages of others are filled alike
     failures: Mapping[int, str] = MappingProxyType({})  # nothing is captured
 
-    def __init__(
-        self, model: Model, memory: PagedMemory, tables: Tables, n_tokens: int, kernels: Kernels | None = None
-    ) -> None:
+    def __init__(self, model: Model, memory: PagedMemory, tables: Tables, n_tokens: int) -> None:
         self._model, self._memory = model, memory
         self._last = zeros((tables.layout.n_slots, model.shape.hidden), model.dtype, model.device)
         self._recurs = bool(model.shape.recurrent)
         row = zeros((1, model.shape.hidden), model.dtype, model.device)
         logits = zeros((1, model.shape.vocab), torch.float32, model.device)
         head = [lambda: logits.copy_(model.logits(row))]
-        self._first = FirstToken(row, logits, head, tables, n_tokens, kernels or twin_kernels())
+        self._first = FirstToken(row, logits, head, tables, n_tokens, twin_kernels())
         self.max_outputs = rows_of_logits(model.shape.vocab, self.rows)
         self._slice = min(FEW_ROWS, self.max_outputs)
         self._outputs = RowOutputs(model.shape, model.device, partial(partial, logprobs_torch))
-
-    def warm(self) -> None:
-        """Sample one unused token, so that the first prompt does not wait for a compilation (E-9)."""
-        self._first.play()
 
     def rows_for(self, n_prompt: int) -> int:
         return FEW_ROWS if n_prompt <= SHORT_PROMPT else self.rows

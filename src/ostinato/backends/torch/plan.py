@@ -1,4 +1,4 @@
-"""The step of any model by its own blocks, and as torch runs it on the CPU: one row at a time.
+"""The step of any model by its own blocks, as torch runs it on the CPU.
 
 `TorchStep` is what `eager` decodes with there, and the twin of the native loop (`native/plan.py`). One row at a time,
 so that a row's bits do not depend on the other rows of the step; a slot that is not live costs nothing.
@@ -6,7 +6,7 @@ so that a row's bits do not depend on the other rows of the step; a slot that is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.torch.allocate import zeros
-from ostinato.backends.torch.kernels import Launch
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
 from ostinato.backends.torch.paged import PagedMemory, RowMemory
@@ -24,11 +23,9 @@ from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import AnyLayer
 
 
-class BlockStep:
-    """A step by the model's own blocks: the buffers between its nodes, by row, and the plan of them. What a device
-    runs derives from it. `n_tokens`: what the tokenizer knows, ids beyond it are never chosen."""
-
-    kind = ""  # of step, as the plan's text ends with it
+class TorchStep:
+    """The buffers between the nodes of a step, by row, and the plan of them. Rows' memories and angles are made when a
+    step begins. `n_tokens`: what the tokenizer knows, ids beyond it are never chosen."""
 
     def __init__(self, model: Model, memory: PagedMemory, tables: Tables, n_tokens: int) -> None:
         self._model, self._memory, self._tables, self._table = model, memory, tables, tables.table
@@ -36,45 +33,26 @@ class BlockStep:
         wide = torch.float32 if model.shape.wide_residual else model.dtype
         self.x = zeros((self._n_slots, model.shape.hidden), wide, model.device)
         self.logits = zeros((self._n_slots, model.shape.vocab), torch.float32, model.device)
-        self.placed: dict[str, Tensor] = {}  # what `embed` writes beside x, for every layer
-        self.attending: dict[str, Tensor] = {}  # what the attention of every layer uses, and none keeps
-        self.sampling: dict[str, Tensor] = {}  # what the sampler uses
-
-    def embed(self) -> None:
-        raise NotImplementedError
-
-    def layer(self, layer: AnyLayer) -> None:
-        raise NotImplementedError
-
-    def head(self) -> None:
-        raise NotImplementedError
-
-    def samples(self) -> Sequence[tuple[str, Launch]]:
-        """The launches of the sampler, by name."""
-        raise NotImplementedError
 
     def plan(self) -> Plan:
         """All nodes of the step, in order."""
         model, tables, kept = self._model, self._tables, dict(memory_tensors(self._memory))
         named = {"table": tables.table.memory, "admissions": tables.admissions.memory, "rings": tables.rings.memory}
-        named |= {"x": self.x, "logits": self.logits, **self.placed, **self.attending, **self.sampling, **kept}
+        named |= {"x": self.x, "logits": self.logits, **kept}
         buffers = [Buffer.of(name, tensor) for name, tensor in named.items()]
         weights = [Buffer.of(name, tensor) for name, tensor in tensors_of(model, "model")]
-        nodes = [Node("embed", "embed", self.embed, ("table",), ("x", *self.placed))]
+        nodes = [Node("embed", "embed", self.embed, ("table",), ("x",))]
         for number, layer in enumerate(model.layers):
-            changed = ("x", *self.attending, *(name for name in kept if name.startswith(f"memory.{number}.")))
-            reads, run = ("table", *self.placed, *changed), partial(self.layer, layer)
-            nodes.append(Node(f"layer.{number}", "layer", run, reads, changed, bytes_in(layer)))
+            changed = ("x", *(name for name in kept if name.startswith(f"memory.{number}.")))
+            run = partial(self.layer, layer)
+            nodes.append(Node(f"layer.{number}", "layer", run, ("table", *changed), changed, bytes_in(layer)))
         nodes.append(Node("head", "head", self.head, ("x",), ("logits",), bytes_in(model.head)))
-        for name, launch in self.samples():
-            nodes.append(Node(name, "sample", launch, ("logits", "table", *self.sampling), ("table", *self.sampling)))
-        constants = f"{model.shape}, {self._n_tokens} tokens{self.kind}"
+        given = self.logits, self._table, SampledRows.of(self._table)
+        sample = partial(sample_step_torch, *given, n_tokens=self._n_tokens)
+        nodes.append(Node("sample", "sample", sample, ("logits", "table"), ("table",)))
         held = (*buffers, *without_repeats(weights))
+        constants = f"{model.shape}, {self._n_tokens} tokens"
         return Plan(str(model.device), held, tuple(nodes), self._memory.page_tokens, constants)
-
-
-class TorchStep(BlockStep):
-    """One row at a time. Rows' memories and angles are made when a step begins."""
 
     def embed(self) -> None:
         table, model = self._table, self._model
@@ -99,10 +77,6 @@ class TorchStep(BlockStep):
     def head(self) -> None:
         for row in range(len(self._rows)):
             self.logits[row] = self._model.logits(self._model.final_norm(self.x[row : row + 1]))[0]
-
-    def samples(self) -> Sequence[tuple[str, Launch]]:
-        given = self.logits, self._table, SampledRows.of(self._table)
-        return [("sample", partial(sample_step_torch, *given, n_tokens=self._n_tokens))]
 
 
 def bytes_in(part: Any) -> int:

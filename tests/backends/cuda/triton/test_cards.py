@@ -16,7 +16,14 @@ from typing import Any
 
 import pytest
 
+from bench.card_models import models, tiny_models
 from bench.cards import MARK, Row, main, table
+from bench.launches import bound_kernels
+from ostinato.backends.cuda.backend import why_not_blocks
+from ostinato.backends.machine import TUNED
+from ostinato.models.registry import FAMILIES
+from tests.counts import soaking
+from tests.families import samples
 
 ROOT = Path(__file__).parents[4]
 AS_IF = """
@@ -37,6 +44,23 @@ source = ASTSource(launch.kernel, specialised.signature, specialised.fixed, spec
 made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=specialised.options)
 print(made.asm["ptx"].split(".target ")[1].split()[0], "wgmma" in made.asm["ptx"], "mma.sync" in made.asm["ptx"])
 print(made.asm["cubin"][48:52].hex())
+"""
+
+
+ALIKE = """
+import re
+from bench.cards import DEFAULT, generation_of, product_of, work_for
+from bench.compiling import _made, compile_fast
+
+compile_fast()
+seen = set()
+for archs in (["sm_89", "sm_80", "sm_86", "sm_87"], ["sm_100", "sm_103"], ["sm_120", "sm_121"]):
+    for kernel, _ in work_for(archs[:1], DEFAULT):
+        if (archs[0], kernel.name, kernel.variant) not in seen:
+            seen.add((archs[0], kernel.name, kernel.variant))
+            made = [_made(kernel.function, kernel.specialised, arch) for arch in archs]
+            texts = {re.sub(r"^\\.target .*", "", one.asm["ptx"], flags=re.MULTILINE) for one in made}
+            print(kernel.name, kernel.variant, *archs, len(texts), len({one.metadata.shared for one in made}))
 """
 
 
@@ -67,6 +91,34 @@ def test_as_if_makes_ptx_for_the_other_chip_and_a_binary_for_the_one_that_is_the
     made, binary = done.stdout.splitlines()
     assert made == "sm_89 False True"
     assert "5a" in binary  # 90, where the binary's header says its chip
+
+
+def test_there_is_a_model_of_every_family_that_the_gpu_runs_as_wide_as_published_ones() -> None:
+    runs = {family for family, own in samples().items() if any(why_not_blocks(one.shape) is None for one in own)}
+    assert {family.name for family in FAMILIES} - runs == {
+        *("bert", "modern-bert", "nomic-bert", "xlm-roberta", "gemma-embedding"),  # encoders
+        "deepseek2",  # whose attention has no kernels
+    }
+    for found, least in ((models(), 768), (tiny_models(), 64)):
+        assert runs - {shape.family for shape in found.values() if shape.hidden >= least} == set()
+
+
+def test_kernels_of_every_model_can_be_bound_with_packed_weights() -> None:
+    for name, shape in models().items():
+        bound = {kernel.name for kernel in bound_kernels(shape, "q4_k_m", "bf16", TUNED)}
+        assert bound >= {"embed", "matmul", "gemm", "sample choose"}, name
+
+
+@pytest.mark.soak
+def test_chips_of_a_generation_get_the_same_ptx_but_for_their_name() -> None:
+    """So that the sweep lets Triton make it once for all of them."""
+    if not soaking():
+        pytest.skip("compiled with OSTINATO_SOAK=1 only")
+    done = child("-c", ALIKE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) > 60
+    assert [line for line in lines if not line.endswith(" 1 1")] == []
 
 
 def row(arch: str, **more: Any) -> Row:
