@@ -61,6 +61,8 @@ def kept_as(mix: str, name: str, cols: int, shape: Shape) -> str:
 
     >>> kept_as("q4_k_m", "blk.0.attn_v.weight", 2048, named_shape("llama-1b"))
     'Q6_K'
+    >>> kept_as("q4_0", "blk.0.ssm_dt.weight", 48, named_shape("mamba-1.4b"))
+    'F16'
     """
     type = _mixed(name, shape) if mix == "q4_k_m" else mix.upper()
     if type == "MXFP4" and shape.experts is not None and "_exps." not in name:
