@@ -60,6 +60,7 @@ def prompts_read(device: str, *, name: str, type: str) -> Iterator[Record]:
             del model
             after = _taken(device)
             tokens.append(_first_tokens(driver))
+            driver.runner.decode_mode.exit()
             assert driver.runner.memory.kv is not None
             kept.append([half.values.float().cpu() for half in driver.runner.memory.kv.halves])
             rates = _rates(driver)

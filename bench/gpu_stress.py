@@ -577,7 +577,8 @@ def injection(engine: Engine, how: str) -> Callable[[], object]:
     - `stuck`: a matrix of the first layer has fewer tiles than blocks wait for, so that their waits pass the deadline.
     - `drift`: the loop finds another epoch than it was built with (I-10). It needs no GPU.
     """
-    tables, plan, start = engine.runner.tables, engine.runner.plan, engine.runner.start
+    # The device's own memory: what the host is shown of it cannot be written.
+    tables, plan, start = engine.runner._shared, engine.runner.plan, engine.runner.start
     if how == "beside":
         four = torch.zeros(4, device=plan.device)
         far = torch.tensor([1 << 20], device=plan.device)
@@ -585,14 +586,14 @@ def injection(engine: Engine, how: str) -> Callable[[], object]:
         four[far * 0]
         return lambda: four[far]
     if how == "stuck":
-        place = plan.buffer("segments").tensor
+        place = plan.buffer("segments")._memory
         values = place.clone().cpu()
         values[GATE_UP, N_TILES] -= 3
     elif how == "drift":
         place = torch.as_tensor(tables.table["epoch"])
         values = torch.zeros_like(place, device="cpu")  # no executable has this number
     elif start.name == TAPE:
-        place = plan.buffer("caches").tensor
+        place = plan.buffer("caches")._memory
         values = torch.full_like(place, WILD_ADDRESS, device="cpu")
     else:
         place = torch.as_tensor(tables.table["pages"])

@@ -19,6 +19,7 @@ from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.plan import FusedPlan
 from ostinato.backends.native.pages import NativePages
 from ostinato.backends.runner import Runner
+from ostinato.backends.torch.arrays import as_tensor
 from ostinato.backends.torch.backend import TWIN
 from ostinato.backends.torch.kernels import twin_kernels
 from ostinato.backends.torch.model import Model
@@ -105,7 +106,7 @@ class LoopStepper:
         self.windows: Mapping[int, int | None] = {layer: one.window for layer, one in shape.attention.items()}
         self.events: list[Event] = []
         self.tells_reads = False
-        self._table, self._logits = runner.tables.table, torch.as_tensor(runner.plan.buffer("logits").tensor)
+        self._table, self._logits = runner.tables.table, as_tensor(runner.plan.buffer("logits").tensor)
         is_native = isinstance(runner.memory, NativePages)
         self._cells = native_cells(runner.memory) if is_native else paged_cells(runner.memory, shape)
         states = None if is_native else runner.memory.states
@@ -209,7 +210,7 @@ class LoopStepper:
     def _memories(self) -> list[Tensor]:
         tables = self._driver.runner.tables
         states = [part for parts in self._states.values() for part in parts]
-        arenas = [torch.as_tensor(arena.memory) for arena in (tables.table, tables.rings)]
+        arenas = [as_tensor(arena.memory) for arena in (tables.table, tables.rings)]
         return [*self._cells.values(), *states, *arenas]
 
     def _saved(self) -> list[Tensor]:

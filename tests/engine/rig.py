@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import c_uint8
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from ostinato.backends.native.backend import why_not_blocks
@@ -20,6 +23,7 @@ from ostinato.engine.driver import GREEDY as GREEDY
 from ostinato.engine.driver import LoopDriver
 from ostinato.engine.open import open_runner
 from ostinato.loop.layout import Word
+from ostinato.loop.memory import address_of
 from ostinato.options import KVType, Sampling
 from tests.backends.native.tiled import tiled
 from tests.random_model import MemoryKind, random_model
@@ -51,6 +55,13 @@ class Driver(LoopDriver):
 
     def word(self, word: Word) -> int:
         return self.runner.host.word(word)
+
+
+def stray(memory: Any) -> np.ndarray:
+    """Memory of the host as code with a stray pointer reaches it, whatever guards the arrays over it."""
+    place = (c_uint8 * memory.nbytes).from_address(address_of(memory))
+    kind = memory.dtype if isinstance(memory, np.ndarray) else str(memory.dtype).removeprefix("torch.")
+    return np.ctypeslib.as_array(place).view(kind).reshape(memory.shape)
 
 
 @contextmanager

@@ -81,7 +81,7 @@ from tests.backends.families import FAMILIES, RECURRENT, family_model
 from tests.backends.tape import test_unpack
 from tests.built import build_model
 from tests.engine.opened import LONG, decoding, ids, open_engine, prompt, sampling, until
-from tests.engine.rig import DEADLINE_S, GREEDY, Driver, held, open_loop
+from tests.engine.rig import DEADLINE_S, GREEDY, Driver, held, open_loop, stray
 from tests.engine.test_loop import alone, by_full_forwards
 from tests.models.test_refusals import refusal, spoiled_folder, spoiled_gguf
 from tests.random_model import random_model
@@ -160,7 +160,7 @@ def test_any_buffer_of_a_plan_that_was_moved_is_named(mode: str) -> None:
     plan = driver.runner.plan
     plan.check()
     for number, buffer in enumerate(plan.buffers):
-        elsewhere = replace(buffer, tensor=deepcopy(buffer.tensor))
+        elsewhere = replace(buffer, _memory=deepcopy(buffer._memory))
         stale = replace(plan, buffers=(*plan.buffers[:number], elsewhere, *plan.buffers[number + 1 :]))
         with pytest.raises(PlanStale, match=f"the buffer {re.escape(buffer.name)} was at"):
             stale.check()
@@ -750,7 +750,7 @@ def test_a_kernel_that_runs_twice_leaves_what_it_left_once_unless_it_adds() -> N
     driver.admit(1, PROMPT, most=2)
     driver.run()
     plan = driver.runner.plan
-    driver.runner.tables.table["n_rows"].fill_(1)
+    driver.runner._shared.table["n_rows"].fill_(1)
     added = []
     for node in plan.nodes:
         written = [plan.buffer(name).tensor for name in node.writes]
@@ -790,9 +790,7 @@ def test_poison_in_every_buffer_between_nodes_is_not_seen(step: str) -> None:
     driver = fused_driver(model, twin_kernels(), n_slots=4) if fused else open_loop(model=model, mode=step)
     for name in {name for node in driver.runner.plan.nodes for name in node.writes}:
         if name != "table" and not name.startswith("memory."):
-            torch.as_tensor(driver.runner.plan.buffer(name).tensor).view(torch.uint8).fill_(
-                255
-            )  # no number, of any width
+            stray(driver.runner.plan.buffer(name).tensor).view(np.uint8).fill(255)  # no number, of any width
     generation = driver.admit(2, PROMPT, most=6)
     driver.run()
     driver.runner.close()

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import FrozenInstanceError, replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from ostinato.backends.cuda.chunks import FusedChunks
+from ostinato.backends.cuda.kernels import triton_kernels
+from ostinato.backends.machine import TUNED
+from ostinato.backends.native.start import NativeLoop
 from ostinato.errors import DecodeInvariantError, EngineDead, HardwareCannot, PlanStale
+from ostinato.loop.guard import Guard
 from ostinato.loop.host import Admission
 from ostinato.loop.layout import MAX_STOP_IDS, End, Fault, Finish, Word
-from tests.engine.rig import DEADLINE_S, GREEDY, Driver, held, open_loop
+from ostinato.loop.memory import memory_in
+from ostinato.loop.mode import DecodeMode
+from tests.engine.rig import DEADLINE_S, GREEDY, Driver, held, open_loop, stray
+from tests.random_model import random_model
 
 PROMPT = [5, 9, 2, 77, 31]
 
@@ -34,14 +45,33 @@ def undisturbed() -> list[int]:
     return alone.tokens(generation)
 
 
+def second_mode(driver: Driver) -> DecodeMode:
+    runner = driver.runner
+    return DecodeMode(runner.plan, runner.start, runner.tables, runner.guard)
+
+
+def second_start(driver: Driver) -> NativeLoop:
+    """A second executable over the same plan and memory."""
+    start = driver.runner.start
+    assert isinstance(start, NativeLoop)
+    return NativeLoop(driver.runner.plan, start._native, driver.runner.guard)
+
+
 ATTACKS: dict[str, tuple[str, Callable[[Driver], object]]] = {
     "the step is built again": ("I-1", lambda d: d.runner.start.build()),
     "a token is submitted by a second trigger": ("I-2", lambda d: d.runner.decode_mode.trigger()),
     "a step is submitted to the start": ("I-2", lambda d: d.runner.start.step()),
+    "the executable is launched without a trigger": ("I-2", lambda d: d.runner.start.launch()),
+    "a second executable is built": ("I-1", lambda d: second_start(d).build()),
+    "a second executable is launched": ("I-2", lambda d: second_start(d).launch()),
     "the executable is destroyed": ("I-3", lambda d: d.runner.start.close()),
+    "the memory of keys and values is taken": ("I-5", lambda d: d.runner.memory),
     "placement is evaluated again": ("I-7", lambda d: d.runner.decode_mode.replace(d.runner.plan, d.runner.start)),
+    "another plan is put in place": ("I-7", lambda d: setattr(d.runner, "plan", replace(d.runner.plan, constants="o"))),
+    "the weights are exchanged": ("I-7", lambda d: setattr(d.runner, "model", replace(d.runner.model))),
     "the host takes part in a step": ("I-8", lambda d: d.runner.decode_mode.step()),
     "decode mode is entered twice": ("I-9", lambda d: d.runner.decode_mode.enter()),
+    "decode mode is entered by another lock": ("I-9", lambda d: second_mode(d).enter()),
 }
 
 
@@ -62,6 +92,128 @@ def test_an_attack_is_refused_by_name_and_the_running_request_finishes_as_if_alo
     driver.runner.decode_mode.exit()
     assert (driver.runner.plan.hash, driver.runner.start.executable) == before
     assert driver.tokens(generation) == undisturbed()
+
+
+def write(memory: Any) -> None:
+    """As the host would: in the type that it was given."""
+    memory.reshape(-1)[:1] = 1
+
+
+def written_parts(driver: Driver) -> list[tuple[str, Any]]:
+    """Everything that the host can see of what a step uses: tables, buffers of the plan, and the weights themselves."""
+    runner = driver.runner
+    arenas = [("table", runner.tables.table), ("admissions", runner.tables.admissions), ("rings", runner.tables.rings)]
+    parts = [(f"{arena}.{name}", fields[name]) for arena, fields in arenas for name in fields.names]
+    parts += [(arena, fields.memory) for arena, fields in arenas]
+    parts += [(buffer.name, buffer.tensor) for buffer in runner.plan.buffers]
+    return parts
+
+
+@pytest.mark.parametrize("mode", ["loop", "twin"])
+def test_between_enter_and_exit_nothing_that_the_host_sees_can_be_written(mode: str) -> None:
+    """I-4, I-5, I-6: position, token and page tables among them. Outside, tables can be."""
+    driver = open_loop(mode=mode)
+    runner, given = driver.runner, driver.runner.tables
+    before = [stray(part).copy() for _, part in written_parts(driver)]
+    runner.decode_mode.enter()
+    parts = written_parts(driver)
+    names = {name for name, _ in parts}
+    assert {"table.position", "table.token", "table.pages", "logits", "rings.words", "admissions.pages"} <= names
+    for name, part in parts:
+        with pytest.raises((ValueError, DecodeInvariantError), match=r"read-only|only reads"):
+            write(part)
+        assert not isinstance(part, np.ndarray) or not part.flags.writeable, name
+    # plan_hash and epoch are written by `enter` itself
+    after = [stray(part) for _, part in parts]
+    changed = {name for (name, _), a, b in zip(parts, before, after, strict=True) if not np.array_equal(a, b)}
+    assert changed <= {"table", "table.plan_hash", "table.epoch"}
+    if mode == "loop":  # views that were taken before are the same arrays
+        for arena in given.arenas:
+            for part in arena.parts:
+                with pytest.raises(ValueError, match="read-only"):
+                    write(part)
+                with pytest.raises(ValueError, match="WRITEABLE"):
+                    part.flags.writeable = True
+    runner.decode_mode.exit()
+    write(runner.tables.table["position"])
+    runner.close()
+
+
+def test_weights_in_tiles_are_read_only_from_the_start(driver: Driver) -> None:
+    """E-15."""
+    arrays = [one for one in memory_in(driver.runner.model, "model") if isinstance(one[1], np.ndarray) and one[1].size]
+    assert len(arrays) > 10
+    for name, array in arrays:
+        with pytest.raises(ValueError, match="read-only"):
+            write(array)
+        assert not array.flags.writeable, name
+
+
+def test_a_weight_of_torchs_that_the_host_writes_to_is_found_at_the_next_trigger_and_is_fatal() -> None:
+    """I-5: a tensor has no lock, but counts what is done to it, by any view."""
+    driver = open_loop(mode="twin")
+    driver.runner.decode_mode.enter()
+    name, weight = next((name, one) for name, one in memory_in(driver.runner.model, "model") if one.dim() == 2)
+    with torch.no_grad():
+        weight[0].mul_(1)
+    with pytest.raises(PlanStale, match=f"the host has written to {re.escape(name)}"):
+        driver.runner.decode_mode.trigger()
+    driver.runner.close()
+
+
+def test_a_tensor_that_was_swapped_or_freed_is_found_at_the_next_trigger_and_is_fatal() -> None:
+    """I-6: the real tensors; nothing runs on the memory that took their place."""
+    swaps: list[Callable[[Any], object]] = [
+        lambda one: one.set_(torch.zeros_like(one)),
+        lambda one: one.untyped_storage().resize_(0),
+    ]
+    for swap in swaps:
+        for name in ("table", "x", "logits", "memory.0.keys", "admissions"):
+            driver = open_loop(mode="twin", model=random_model("kv"))
+            driver.admit(0, PROMPT)
+            driver.runner.decode_mode.enter()
+            own = driver.runner.plan.buffer(name)._memory
+            kept = own.clone(), own.untyped_storage()
+            try:
+                swap(own)
+            except RuntimeError:  # memory of numpy's cannot be freed by torch
+                own.set_(torch.zeros_like(kept[0]))
+            with pytest.raises(PlanStale, match=f"the buffer {name} was at"):
+                driver.runner.decode_mode.trigger()
+            assert driver.runner.start.n_launches == 0
+            driver.runner.close()
+
+
+def test_memory_of_prompts_that_was_swapped_is_found_too() -> None:
+    """I-6: what graphs of chunks are bound to is checked with the plan."""
+    model = random_model("kv")
+    driver = open_loop(mode="twin", model=model)
+    runner = driver.runner
+    chunks = FusedChunks(model, runner.memory, runner.tables, model.shape.vocab, triton_kernels(TUNED), buckets=(16,))
+    assert len(chunks.captured) > 20
+    runner.decode_mode = DecodeMode(runner.plan, runner.start, runner.tables, runner.guard, chunks.captured)
+    runner.decode_mode.enter()
+    runner.decode_mode.check()
+    own = next(one for one in chunks.captured if one._memory.data_ptr() == chunks._qkv.data_ptr())
+    own._memory.set_(torch.zeros_like(own._memory))
+    with pytest.raises(PlanStale, match=f"the buffer {re.escape(own.name)} was at"):
+        runner.decode_mode.trigger()
+    runner.close()
+
+
+def test_a_second_executable_under_a_lock_of_its_own_is_found_at_the_next_step(driver: Driver) -> None:
+    """I-2, I-10: it takes the loop's place in native code, and the step boundary finds another epoch."""
+    driver.admit(0, PROMPT, most=100, granted=128)
+    driver.runner.decode_mode.enter()
+    start = driver.runner.start
+    assert isinstance(start, NativeLoop)
+    with held(driver.runner):
+        driver.runner.decode_mode.trigger()
+        NativeLoop(driver.runner.plan, start._native, Guard()).build()
+    assert start.wait(DEADLINE_S)
+    assert driver.word(Word.FAULT) == Fault.EPOCH
+    with pytest.raises(EngineDead):
+        driver.runner.decode_mode.trigger()
 
 
 HOT = replace(GREEDY, temperature=2.0, seed=7, logit_bias={3: 50.0})
@@ -126,7 +278,7 @@ def test_outside_decode_mode_the_step_may_be_built_again_and_makes_the_same_toke
 
 
 def moved(driver: Driver, name: str = "logits") -> None:
-    array = driver.runner.plan.buffer(name).tensor
+    array = driver.runner.plan.buffer(name)._memory
     array.__setstate__(np.zeros_like(array).__reduce__()[2])  # the same object over other memory
 
 
@@ -145,7 +297,7 @@ def test_a_buffer_that_was_reallocated_while_the_loop_ran_is_found_at_exit_and_i
     driver.runner.decode_mode.enter()
     with held(driver.runner):
         driver.runner.decode_mode.trigger()
-        kept = driver.runner.plan.buffer("logits").tensor[:]  # where the loop still writes
+        kept = driver.runner.plan.buffer("logits").tensor  # where the loop still writes
         moved(driver)
     with pytest.raises(PlanStale, match="the buffer logits"):
         driver.runner.decode_mode.exit()
@@ -169,7 +321,7 @@ def test_drift_planted_while_the_loop_runs_is_found_at_the_next_step(driver: Dri
     driver.runner.decode_mode.enter()
     with held(driver.runner):  # as above
         driver.runner.decode_mode.trigger()
-        driver.runner.tables.table[word][0] += 1
+        stray(driver.runner.tables.table[word])[0] += 1
     assert driver.runner.start.wait(DEADLINE_S)
     assert driver.word(Word.FAULT) == fault
     assert driver.word(Word.WHY) == End.FAULT

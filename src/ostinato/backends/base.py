@@ -27,6 +27,7 @@ from ostinato.options import Activations, KVType, LoadOptions
 
 if TYPE_CHECKING:
     from ostinato.backends.runner import Runner
+    from ostinato.loop.plan import Buffer
     from ostinato.models.blocks import LoadedModel, ModelBlocks
     from ostinato.models.shape import Shape
     from ostinato.models.tensors import TensorTable
@@ -97,6 +98,10 @@ class Chunks(Protocol):
     max_outputs: int  # rows of logits of one chunk, at most; hidden rows and log-probabilities are given of every row
     failures: Mapping[int, str]  # chunks, by their rows, that could not be captured, and why
     any_cut: bool  # a prompt has the same bits wherever it is cut
+
+    @property
+    def captured(self) -> Sequence[Buffer]:
+        """What graphs of chunks are bound to; nothing where every launch takes its memory anew."""
 
     @property
     def n_copies(self) -> int:

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ostinato.backends.base import Chunks, SequenceCopy, Settled
 from ostinato.files.unpack import Floats
-from ostinato.loop.guard import Guard
+from ostinato.loop.guard import Guard, chain_of
 from ostinato.loop.host import HostSide
 from ostinato.loop.layout import OUTBOX_ENTRIES, Layout, Tables
 from ostinato.loop.mode import DecodeMode
@@ -30,20 +32,22 @@ class Runner:
     one that was given, or the same on the tape alone: a caller that uses this one can free the other."""
 
     def __init__(self, model: ModelBlocks, settled: Settled, *, outbox_entries: int | None = None) -> None:
+        self.guard = Guard()
         self.settled = settled
         self.model: Any = model  # over weights in the backend's layout
         self.page_tokens = settled.page_tokens
         self.n_tokens = model.shape.vocab if settled.n_tokens is None else settled.n_tokens
         self.groups = settled.groups(model.shape)
-        self.memory: Any = self._memory()
+        self._kept: Any = self._memory()
         vocab, entries, n_groups = model.shape.vocab, outbox_entries or OUTBOX_ENTRIES, len(self.groups)
         layout = Layout(settled.n_slots, settled.max_pages, vocab, outbox_entries=entries, n_groups=n_groups)
-        self.tables = self._tables(layout)
-        self.host = HostSide(self.tables)
-        self.guard = Guard()
+        self._shared = self._tables(layout)  # as the device and `HostSide` write them
+        self._seen = self._shared.read_only()
+        self.host = HostSide(self._shared)
         self.changed: WakeEvent = self._wake_event()
         self.plan, self.start, self.chunks = self._made()
-        self.decode_mode = DecodeMode(self.plan, self.start, self.tables, self.guard)
+        self.decode_mode = DecodeMode(self.plan, self.start, self._shared, self.guard, self.chunks.captured)
+        self._seal()
         try:
             # Enter decode mode and leave it: then the executable is built, its words are in the table, and the device's
             # health has been checked (E-2).
@@ -52,6 +56,33 @@ class Runner:
         except BaseException:
             self.close()
             raise
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """No part is replaced while decode mode is on (I-7)."""
+        if "guard" in self.__dict__:
+            self.guard.allow("I-7", f"replacing {name} of a runner")
+        super().__setattr__(name, value)
+
+    @property
+    def tables(self) -> Tables:
+        """Slot table, admissions and rings; read-only while decode mode is on (I-4, I-5)."""
+        return self._seen if self.guard.locked else self._shared
+
+    @property
+    def memory(self) -> Any:
+        """What `_memory` gives; not to be had while decode mode is on, where the plan's buffers show what is in it."""
+        self.guard.allow("I-5", "taking the memory of keys and values")
+        return self._kept
+
+    def _seal(self) -> None:
+        """Lock the host's own arrays: weights from now on (E-15), the rest while decode mode is on."""
+        weights = {id(buffer) for buffer in self.plan.weights}
+        for buffer in self.plan.weights:
+            for array in () if buffer.array is None else chain_of(buffer.array):
+                array.flags.writeable = False
+        parts = [buffer.array for buffer in self.plan.buffers if id(buffer) not in weights]
+        parts += [part for arena in self._shared.arenas for part in arena.parts]
+        self.guard.seal(part for part in parts if isinstance(part, np.ndarray))
 
     # A backend's own
 

@@ -64,10 +64,11 @@ class HostSide:
 
     def __init__(self, tables: Tables) -> None:
         self._layout = tables.layout
-        self._admissions = {name: tables.admissions.host(name) for name in tables.admissions.names}
+        # Views of its own: the inbox and what it admits are the only way in while decode mode is on (I-5).
+        self._admissions = {name: tables.admissions.host(name).view() for name in tables.admissions.names}
         rings = tables.rings
-        self._words = rings.host("words")
-        self._inbox, outbox = rings.host("inbox"), rings.host("outbox")
+        self._words = rings.host("words").view()
+        self._inbox, outbox = rings.host("inbox").view(), rings.host("outbox").view()
         self._outbox = outbox.data
         self._logprobs = outbox.view(np.float32)[:, OutboxWord.LOGPROB].data
         self._times = outbox.view(np.int64)[:, OutboxWord.TIME // 2].data

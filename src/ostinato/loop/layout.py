@@ -10,6 +10,7 @@ write which word, and when.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -21,7 +22,7 @@ from zlib import crc32
 import numpy as np
 
 from ostinato.errors import InternalError
-from ostinato.loop.memory import ALIGNMENT, address_of, host_zeros
+from ostinato.loop.memory import ALIGNMENT, address_of, host_zeros, read_only
 from ostinato.options import MAX_SLOTS, SAMPLING_NUMBERS
 
 MAX_STOP_IDS: Final = 16
@@ -174,6 +175,18 @@ class Arena:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._views)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The memory and every view of it that is handed out."""
+        return self.memory, *self._views.values()
+
+    def read_only(self) -> Arena:
+        """The same memory through views that cannot be written through."""
+        made = copy(self)
+        made.memory = read_only(self.memory)
+        made._views = {name: read_only(view) for name, view in self._views.items()}
+        return made
 
 
 @dataclass(frozen=True)
@@ -356,6 +369,10 @@ class Tables:
     def arenas(self) -> tuple[Arena, Arena, Arena]:
         """In the order in which native code takes them."""
         return self.table, self.admissions, self.rings
+
+    def read_only(self) -> Tables:
+        """The same tables, for code that only looks at them (I-4, I-5)."""
+        return Tables(self.layout, *(arena.read_only() for arena in self.arenas))
 
     @property
     def addresses(self) -> tuple[int, ...]:

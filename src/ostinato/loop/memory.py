@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import singledispatch
 from math import prod
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ostinato.errors import HardwareCannot
+from ostinato.errors import HardwareCannot, InternalError
 
 ALIGNMENT: Final = 256  # bytes
 
@@ -37,6 +38,28 @@ def host_zeros(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
 def address_of(memory: Any) -> int:
     """Where an array or a tensor begins."""
     return int(memory.ctypes.data if isinstance(memory, np.ndarray) else memory.data_ptr())
+
+
+@singledispatch
+def read_only(memory: Any) -> Any:
+    """A view of the same memory that cannot be written through. A backend registers its own type of memory."""
+    raise InternalError(f"there is no read-only view of a {type(memory).__name__}")
+
+
+@read_only.register
+def _(memory: np.ndarray) -> np.ndarray:
+    view = memory.view()
+    view.flags.writeable = False
+    return view
+
+
+def version_of(memory: Any) -> int | None:
+    """How often an operation on the host has written to a tensor or a view of it; None where that is not counted."""
+    try:
+        found: int | None = getattr(memory, "_version", None)
+    except RuntimeError:  # torch counts nothing for a tensor of its inference mode
+        return None
+    return found
 
 
 def memory_in(part: Any, name: str) -> Iterator[tuple[str, Any]]:

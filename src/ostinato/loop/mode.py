@@ -7,24 +7,35 @@ compares the plan's hash and the epoch at every step: a difference is fatal. doc
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 from ostinato.errors import DecodeInvariantError, EngineDead, PlanStale
 from ostinato.loop.guard import Guard
 from ostinato.loop.layout import Fault, Tables, Word
-from ostinato.loop.plan import Plan
+from ostinato.loop.plan import Buffer, Plan
 from ostinato.loop.start import Start
 
 EXIT_DEADLINE_S: Final = 600.0
 MUST_RESTART: Final = "this engine is dead and the process must be restarted"
 
 
+class Entered(NamedTuple):
+    """What may not change before exit (I-10)."""
+
+    executable: int
+    plan: Plan
+    versions: tuple[int | None, ...]  # of the plan's weights
+
+
 class DecodeMode:
     """The lock around one plan and one start."""
 
-    def __init__(self, plan: Plan, start: Start, tables: Tables, guard: Guard) -> None:
+    def __init__(self, plan: Plan, start: Start, tables: Tables, guard: Guard, beside: Sequence[Buffer] = ()) -> None:
+        """`beside`: what launches beside the loop are bound to, where they are captured too."""
         self._plan, self._start, self._tables, self._guard = plan, start, tables, guard
-        self._entered: tuple[int, Plan] | None = None  # executable and plan: neither may change before exit (I-10)
+        self._beside = tuple(beside)
+        self._entered: Entered | None = None
         self._dead: str | None = None
         self.n_triggers = 0
 
@@ -33,8 +44,7 @@ class DecodeMode:
     def enter(self) -> None:
         """Build the executable, or take the existing one; check the plan's buffers; lock."""
         self._check_alive()
-        if self._entered is not None:
-            raise DecodeInvariantError("I-9", "decode mode is on already; exit it before entering again")
+        self._guard.allow("I-9", "entering decode mode again")
         if self._start.executable == 0:
             self._start.build()
         self._plan.check()
@@ -42,7 +52,7 @@ class DecodeMode:
         self._tables.table["plan_hash"][0] = self._plan.hash
         self._tables.table["epoch"][0] = self._start.executable
         self._start.synchronize()
-        self._entered = self._start.executable, self._plan
+        self._entered = Entered(self._start.executable, self._plan, self._versions())
         self._guard.lock()
 
     def trigger(self) -> None:
@@ -54,7 +64,8 @@ class DecodeMode:
             raise DecodeInvariantError("I-2", "the loop runs already: tokens are not submitted one by one")
         self.check()
         self.n_triggers += 1
-        self._start.launch()
+        with self._guard.launching():
+            self._start.launch()
 
     def exit(self, seconds: float = EXIT_DEADLINE_S) -> None:
         """Wait for the loop to end, check that nothing has changed and that the device still answers, and unlock.
@@ -68,7 +79,7 @@ class DecodeMode:
             raise EngineDead(self._dead)
         self._guard.unlock()
         if self._dead is None:
-            self._compare(*entered)
+            self._compare(entered)
             self._ask_health()
 
     @property
@@ -84,7 +95,7 @@ class DecodeMode:
     def check(self) -> None:
         """Compare executable, plan and addresses with those at entry; a difference is fatal (I-10)."""
         if self._entered is not None:
-            self._compare(*self._entered)
+            self._compare(self._entered)
 
     def fault(self) -> str | None:
         """Why this engine is dead: the fault that the loop or a check found. None while there is no fault."""
@@ -132,15 +143,23 @@ class DecodeMode:
             self.die(str(dead))
             raise
 
-    def _compare(self, executable: int, plan: Plan) -> None:
+    def _versions(self) -> tuple[int | None, ...]:
+        return tuple(buffer.version for buffer in self._plan.weights)
+
+    def _compare(self, entered: Entered) -> None:
         try:
-            self._plan.check()
-            if self._start.executable != executable:
-                raise PlanStale(
-                    "I-10", f"executable {executable} was entered with, and it is {self._start.executable} now"
-                )
-            if self._plan is not plan:
+            if self._plan is not entered.plan:
                 raise PlanStale("I-10", "the plan is not the one that decode mode was entered with")
+            self._plan.check()
+            for buffer in self._beside:
+                buffer.check()
+            if self._start.executable != entered.executable:
+                raise PlanStale(
+                    "I-10", f"executable {entered.executable} was entered with, and it is {self._start.executable} now"
+                )
+            for buffer, before, now in zip(self._plan.weights, entered.versions, self._versions(), strict=True):
+                if before != now:
+                    raise PlanStale("I-5", f"the host has written to {buffer.name} while decode mode is on")
         except PlanStale as drift:
             self.die(f"{drift}; {MUST_RESTART}")
             raise

@@ -11,10 +11,14 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from ostinato.errors import InternalError, PlanStale
-from ostinato.loop.memory import address_of
+from ostinato.loop.memory import address_of, read_only, version_of
+
+WEIGHTS: Final = ("model", "tape", "step.array")  # how the names of their buffers begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,7 @@ class Buffer:
     """Memory that nodes use, with its address when the plan was made."""
 
     name: str
-    tensor: Any  # a numpy array or a tensor of the backend; `Plan.check` reads its address again
+    _memory: Any  # the device's own array or tensor; `check` reads its address again
     address: int
     n_bytes: int
 
@@ -31,10 +35,39 @@ class Buffer:
         return Buffer(name, tensor, address_of(tensor), tensor.nbytes)
 
     @property
+    def tensor(self) -> Any:
+        """Its contents for the host, which reads them and does not write: an array or a tensor of the backend's."""
+        return read_only(self._memory)
+
+    @property
     def text(self) -> str:
         """Name, dtype and shape without the address: the same in every process."""
-        dtype = str(self.tensor.dtype).removeprefix("torch.")
-        return f"{self.name} {dtype} {list(self.tensor.shape)}"
+        dtype = str(self._memory.dtype).removeprefix("torch.")
+        return f"{self.name} {dtype} {list(self._memory.shape)}"
+
+    @property
+    def array(self) -> np.ndarray | None:
+        """Its memory where that is an array of the host; None where it is a tensor."""
+        return self._memory if isinstance(self._memory, np.ndarray) else None
+
+    @property
+    def version(self) -> int | None:
+        """Grows when the host writes to it, where that is counted."""
+        return version_of(self._memory)
+
+    def check(self) -> None:
+        """PlanStale where it is no longer where the plan says (I-6, I-10)."""
+        address, n_bytes = address_of(self._memory), self._memory.nbytes
+        if (address, n_bytes) != (self.address, self.n_bytes):
+            raise PlanStale(
+                "I-6",
+                f"the buffer {self.name} was at {self.address:#x} ({self.n_bytes} bytes) when the plan was made and is "
+                f"at {address:#x} ({n_bytes} bytes) now; nothing may run on this plan any more",
+            )
+
+    def zero(self) -> None:
+        """Set every byte to 0; only outside decode mode."""
+        self._memory[...] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +136,12 @@ class Plan:
     def check(self) -> None:
         """PlanStale where a buffer is no longer where the plan says (I-6, I-10)."""
         for buffer in self.buffers:
-            now = Buffer.of(buffer.name, buffer.tensor)
-            if (now.address, now.n_bytes) != (buffer.address, buffer.n_bytes):
-                raise PlanStale(
-                    "I-6",
-                    f"the buffer {buffer.name} was at {buffer.address:#x} ({buffer.n_bytes} bytes) when the plan was "
-                    f"made and is at {now.address:#x} ({now.n_bytes} bytes) now; nothing may run on this plan any more",
-                )
+            buffer.check()
+
+    @cached_property
+    def weights(self) -> tuple[Buffer, ...]:
+        """The buffers of weights, which nothing writes to."""
+        return tuple(buffer for buffer in self.buffers if buffer.name.startswith(WEIGHTS))
 
     def _refuse_aliases(self) -> None:
         """Refuse a node that writes a buffer which overlaps another of its buffers: it could read half-written data."""

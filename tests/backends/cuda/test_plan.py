@@ -131,7 +131,7 @@ def test_a_layer_has_few_nodes(family: str, most: int) -> None:
 def test_rows_beyond_the_living_are_not_touched() -> None:
     driver = fused_driver(family_model("llama"), twin_kernels())
     for name in ("x", "qkv", "attended", "act", "logits"):
-        driver.runner.plan.buffer(name).tensor[1:] = float("nan")
+        driver.runner.plan.buffer(name)._memory[1:] = float("nan")
     generation = driver.admit(0, PROMPTS[0], most=4)
     driver.run()
     assert len(driver.tokens(generation)) == 4

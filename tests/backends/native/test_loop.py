@@ -26,6 +26,7 @@ from ostinato.backends.native.cpu_levels import architecture, levels_of
 from ostinato.backends.native.library import chosen_level
 from ostinato.backends.native.start import NativeLoop
 from ostinato.backends.native.tiles import TILE_TYPES, TileMatrix
+from ostinato.backends.torch.arrays import as_tensor
 from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.decoder import Decoder
@@ -63,7 +64,7 @@ def opened(model: Model, *, threads: int = 2, n_slots: int = 4, kv_type: KVType 
 
 def logits_of(driver: LoopDriver, row: int) -> Tensor:
     """Of the last step, in memory of their own; of any backend."""
-    return torch.as_tensor(driver.runner.plan.buffer("logits").tensor[row]).clone()
+    return as_tensor(driver.runner.plan.buffer("logits").tensor[row]).clone()
 
 
 def steps_of(driver: LoopDriver, prompt: Sequence[int], most: int, slot: int = 0) -> tuple[list[int], Tensor]:

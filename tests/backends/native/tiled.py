@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.native.tiles import TILE_ROWS, TileMatrix, empty_tiles, fill_tiles
+from ostinato.backends.torch import read_only as read_only  # norms of these models are tensors
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.weight import Weight, dense_of
 from ostinato.backends.weights import Stack

@@ -123,7 +123,7 @@ class CudaRunner(TensorRunner):
 
         plan, start = self._step()
         try:
-            chunks = FusedChunks(self.model, self.memory, self.tables, self.n_tokens, self._kernels())
+            chunks = FusedChunks(self.model, self._kept, self._shared, self.n_tokens, self._kernels())
             chunks.capture(start.side)
         except BaseException:
             start.close()  # which may hold the card
@@ -133,7 +133,7 @@ class CudaRunner(TensorRunner):
     def _step(self) -> tuple[Plan, CudaStart]:
         from ostinato.backends.cuda.plan import FusedPlan
 
-        plan = FusedPlan(self.model, self.memory, self.tables, self.n_tokens, self._kernels()).plan()
+        plan = FusedPlan(self.model, self._kept, self._shared, self.n_tokens, self._kernels()).plan()
         return plan, self._start(plan)
 
     def _kernels(self) -> Kernels:
@@ -148,7 +148,7 @@ class CudaRunner(TensorRunner):
         from ostinato.backends.cuda.while_graph import WhileGraph
 
         kinds: dict[str, type[CudaStart]] = {"eager": CudaStart, "graph": CudaGraph, "loop": WhileGraph}
-        return kinds[self.settled.mode](plan, self.tables, self.guard, self.changed.set)
+        return kinds[self.settled.mode](plan, self._shared, self.guard, self.changed.set)
 
 
 # How it keeps weights

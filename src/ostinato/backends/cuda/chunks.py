@@ -41,10 +41,12 @@ from ostinato.backends.torch.ops.chunk_attention import Chunk, chunk_tables
 from ostinato.backends.torch.ops.matmul import n_stats
 from ostinato.backends.torch.ops.runs import ChunkRuns
 from ostinato.backends.torch.paged import PagedMemory
+from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import shape_of
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables
+from ostinato.loop.plan import Buffer, without_repeats
 from ostinato.models.blocks import (
     MLP,
     Attention,
@@ -128,6 +130,8 @@ class FusedChunks:
         self._graphs: dict[int, Any] = {}
         self.failures: Mapping[int, str] = {}  # buckets that could not be captured: they go node by node (E-57, E-58)
         self._first = self._first_token(n_tokens)
+        bound = tensors_of([self._launches, self._first.launches], "chunk")
+        self.captured = tuple(without_repeats([Buffer.of(name, tensor) for name, tensor in bound]))
         self._outputs = ChunkOutputs(model, kernels, most, self._scratch)
         self.max_outputs = self._outputs.max_outputs
         self._n_copies = 0

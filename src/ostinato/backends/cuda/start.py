@@ -168,6 +168,7 @@ class CudaStart(Launched):
     # Running: host-paced, on a thread of its own
 
     def launch(self) -> None:
+        self._guard.allow_launch()
         if self._pacer is None:
             self._pacer = torch_device()
         self._launched = self._pacer.submit(self._pace)

@@ -59,6 +59,7 @@ class WhileGraph(DevicePaced):
         self._own = Stream.from_handle(self.stream.cuda_stream)
 
     def launch(self) -> None:
+        self._guard.allow_launch()
         self.n_launches += 1
         self._executable.launch(self._own)
         self._passed.record(self.stream)

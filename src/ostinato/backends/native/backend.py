@@ -117,9 +117,7 @@ class NativeRunner(Runner):
         return NativePages.of(self.model.shape, self.groups, n_slots=self.settled.n_slots, kv_type=self.settled.kv_type)
 
     def sequence_copy(self) -> SequenceCopy:
-        from ostinato.backends.native.sequence_copy import NativeSequenceCopy
-
-        return NativeSequenceCopy(self.memory)
+        return self._copy
 
     def ranked(self, pooled: Floats) -> Floats:
         from ostinato.backends.native.ranking import ranked
@@ -138,22 +136,24 @@ class NativeRunner(Runner):
     def _made(self) -> tuple[Plan, Start, Chunks]:
         from ostinato.backends.native.chunks import NativeChunks
         from ostinato.backends.native.plan import NativeStep, native_plan
+        from ostinato.backends.native.sequence_copy import NativeSequenceCopy
         from ostinato.backends.native.start import NativeLoop
 
         model, activations = self.model, self.settled.activations
         assert isinstance(self.changed, FileWakeEvent)
+        self._copy = NativeSequenceCopy(self._kept)
         native = NativeStep(
             self._library,
             model,
-            self.memory,
-            self.tables,
+            self._kept,
+            self._shared,
             self.n_tokens,
             activations=activations,
             threads=self.settled.threads or 1,
             wake=self.changed.fd,
         )
         constants = f"{model.shape}, {self.n_tokens} tokens, {activations} activations"
-        plan = native_plan(model, self.memory, self.tables, native, constants)
+        plan = native_plan(model, self._kept, self._shared, native, constants)
         return plan, NativeLoop(plan, native, self.guard), NativeChunks(native)
 
 

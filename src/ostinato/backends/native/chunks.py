@@ -13,6 +13,7 @@ from ostinato.backends.native.pages import PAGE_TOKENS
 from ostinato.backends.native.plan import NativeStep, OutputsStruct, PartStruct
 from ostinato.errors import InternalError
 from ostinato.files.unpack import Floats
+from ostinato.loop.plan import Buffer
 
 Int32s = NDArray[np.int32]
 
@@ -22,6 +23,7 @@ class NativeChunks:
 
     n_copies = 0
     any_cut = True
+    captured: Sequence[Buffer] = ()
     failures: Mapping[int, str] = MappingProxyType({})
 
     def __init__(self, native: NativeStep) -> None:

@@ -4,7 +4,7 @@ reads them, and the states of recurrent layers, slot by slot, with their channel
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -76,3 +76,12 @@ class NativePages:
 
         states = {number: states_of(sizes) for number, sizes in shape.states.items()}
         return NativePages(kv_type, layers, group_of, states)
+
+    def views(self) -> NativePages:
+        """The same memory through other arrays, which stay writable when these are locked."""
+        layers = {
+            number: LayerPages(*(getattr(layer, field.name).view() for field in fields(LayerPages)))
+            for number, layer in self.layers.items()
+        }
+        states = {number: tuple(state.view() for state in of_layer) for number, of_layer in self.states.items()}
+        return replace(self, layers=layers, states=states)

@@ -21,10 +21,11 @@ _NAMES: Final = {np.dtype(np.uint16): "bfloat16"}  # which is kept as its bits
 
 
 class NativeSequenceCopy:
-    """`SequenceCopy` over native memory, which is the host's own."""
+    """`SequenceCopy` over native memory, which is the host's own. It is made before decode mode is on, whose lock
+    covers the arrays of others: a copy is work of the device, beside the loop."""
 
     def __init__(self, pages: NativePages) -> None:
-        self._pages = pages
+        self._pages = pages.views()
 
     def kv_cells(self, layers: Sequence[int]) -> tuple[CellForm, ...]:
         examples = (view[0, :, :, 0] if is_key else view[0, :, 0] for _, view, is_key in self._views(layers))

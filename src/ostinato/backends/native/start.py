@@ -41,6 +41,7 @@ class NativeLoop(Launched):
         self._native.built(self._plan.hash, self.executable)
 
     def launch(self) -> None:
+        self._guard.allow_launch()
         self.n_launches += 1
         self._launched = self._loop_device.submit(self._native.run_loop)
 

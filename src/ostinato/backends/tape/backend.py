@@ -156,8 +156,8 @@ class TapeRunner(CudaRunner):
             raise HardwareCannot(reason)
         step = TapeStep(
             self.model,
-            self.memory,
-            self.tables,
+            self._kept,
+            self._shared,
             self.n_tokens,
             gpu.chip_of(self.model.device),
             kv_type=self.settled.kv_type,
@@ -166,8 +166,8 @@ class TapeRunner(CudaRunner):
         )
         self.model = step.model
         torch.cuda.empty_cache()  # what matrices were laid out in, one at a time
-        plan = tape_plan(step.model, self.memory, self.tables, step)
-        return plan, TapeLoop(plan, step, self.tables, self.guard, self.changed.set)
+        plan = tape_plan(step.model, self._kept, self._shared, step)
+        return plan, TapeLoop(plan, step, self._shared, self.guard, self.changed.set)
 
 
 # What it can run

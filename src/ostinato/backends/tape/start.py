@@ -84,6 +84,7 @@ class TapeLoop(DevicePaced):
         self.n_instantiations += 1
 
     def launch(self) -> None:
+        self._guard.allow_launch()
         self.n_launches += 1
         self._run(single=False)
         self._passed.record(self.stream)

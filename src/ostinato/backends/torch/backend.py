@@ -133,7 +133,7 @@ class TensorRunner(Runner):
     def sequence_copy(self) -> SequenceCopy:
         from ostinato.backends.torch.sequence_copy import TorchSequenceCopy
 
-        return TorchSequenceCopy(self.memory)
+        return TorchSequenceCopy(self._kept)
 
 
 class TorchRunner(TensorRunner):
@@ -144,10 +144,10 @@ class TorchRunner(TensorRunner):
         from ostinato.backends.torch.plan import TorchStep
         from ostinato.backends.torch.start import CpuEager, CpuLoop
 
-        plan = TorchStep(self.model, self.memory, self.tables, self.n_tokens).plan()
+        plan = TorchStep(self.model, self._kept, self._shared, self.n_tokens).plan()
         kind = CpuLoop if self.settled.mode == TWIN else CpuEager
-        start = kind(plan, self.tables, self.guard, self.changed.set)
-        return plan, start, TorchChunks(self.model, self.memory, self.tables, self.n_tokens)
+        start = kind(plan, self._shared, self.guard, self.changed.set)
+        return plan, start, TorchChunks(self.model, self._kept, self._shared, self.n_tokens)
 
 
 # What backends of torch's tensors share

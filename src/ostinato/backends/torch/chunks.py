@@ -26,6 +26,7 @@ from ostinato.backends.torch.outputs import RowOutputs
 from ostinato.backends.torch.paged import ChunkMemory, PagedMemory
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables
+from ostinato.loop.plan import Buffer
 
 FEW_ROWS: Final = 64  # of a forward of a short prompt, whose answer begins sooner
 SHORT_PROMPT: Final = 128
@@ -38,6 +39,7 @@ class TorchChunks:
     n_copies = 0
     any_cut = False  # of recurrent models, whose parts are not padded; pages of others are filled alike
     failures: Mapping[int, str] = MappingProxyType({})  # nothing is captured
+    captured: Sequence[Buffer] = ()
 
     def __init__(self, model: Model, memory: PagedMemory, tables: Tables, n_tokens: int) -> None:
         self._model, self._memory = model, memory

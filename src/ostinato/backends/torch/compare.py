@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.compare import Difference
+from ostinato.backends.torch.arrays import as_tensor
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.experts import choice_torch, probabilities_torch, shares_torch
 from ostinato.backends.torch.plan import tensors_of
@@ -30,21 +31,21 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 # Buffers
 
 
-def zero(buffers: Iterable[Any]) -> None:
+def zero(buffers: Iterable[Buffer]) -> None:
     with torch.inference_mode():
         for buffer in buffers:
-            torch.as_tensor(buffer).zero_()
+            buffer.zero()
 
 
 def host_row(buffer: Any) -> Floats:
     """The first row of a buffer as float32."""
-    row: Floats = torch.as_tensor(buffer)[0].float().cpu().numpy()
+    row: Floats = as_tensor(buffer)[0].float().cpu().numpy()
     return row
 
 
 def first_difference(node: str, name: str, expected: Any, found: Any) -> Difference | None:
     """The first element, in memory order, whose bits differ."""
-    expected, found = torch.as_tensor(expected), torch.as_tensor(found)
+    expected, found = as_tensor(expected), as_tensor(found)
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return Difference(node, name, (), _size(expected), _size(found))
     if expected.data_ptr() == found.data_ptr() and expected.device == found.device:
@@ -97,7 +98,7 @@ def checksums(model: LoadedModel) -> dict[str, int]:
 
 def chosen_experts(routes: Any, n_rows: int) -> Tensor:
     """The experts that the first rows used, int64 [n_layers, n_rows, n_used], of a buffer [n_layers, rows, n_used]."""
-    return torch.as_tensor(routes)[:, :n_rows].long().cpu()
+    return as_tensor(routes)[:, :n_rows].long().cpu()
 
 
 @dataclass(slots=True)

@@ -39,11 +39,11 @@ class FirstToken:
         rows = SampledRows(one, self._slot, given["position"], token, logprob, top_ids, top_logprobs, offset=0)
         workspace = kernels.sample_workspace(1, logits.shape[1], device)
         sampling = kernels.sample(logits, given, workspace, rows, n_tokens=n_tokens, first=True)
-        self._launches = (*head, *(launch for _, launch in sampling))
+        self.launches = (*head, *(launch for _, launch in sampling))
 
     def play(self) -> None:
         """Run the launches as they are: what warms them."""
-        play(self._launches)
+        play(self.launches)
 
     def choose(self, slot: int, row: Tensor) -> None:
         """Choose for this slot from the hidden row [1, hidden]."""

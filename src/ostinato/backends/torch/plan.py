@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.torch.allocate import zeros
+from ostinato.backends.torch.arrays import as_tensor
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
 from ostinato.backends.torch.paged import PagedMemory, RowMemory
@@ -87,7 +88,7 @@ def bytes_in(part: Any) -> int:
 def tensors_of(part: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Every tensor inside blocks, lists and mappings, by its path; arrays as tensors over their memory."""
     for path, memory in memory_in(part, name):
-        yield path, torch.as_tensor(memory)
+        yield path, as_tensor(memory)
 
 
 def memory_tensors(memory: PagedMemory) -> Iterator[tuple[str, Tensor]]:

@@ -64,6 +64,7 @@ class CpuLoop(Launched):
         )
 
     def launch(self) -> None:
+        self._guard.allow_launch()
         self.n_launches += 1
         self._launched = self._device.submit(self._steps)
 
@@ -119,6 +120,7 @@ class CpuEager(CpuLoop):
         self._pacer = torch_device()  # the host's side: it computes nothing, it only asks
 
     def launch(self) -> None:
+        self._guard.allow_launch()
         self._launched = self._pacer.submit(self._pace)
 
     def close(self) -> None:

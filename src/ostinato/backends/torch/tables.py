@@ -2,6 +2,7 @@
 
 import torch
 
+from ostinato.backends.torch import read_only as read_only  # registers how tensors are shown to the host
 from ostinato.backends.torch.allocate import pinned_zeros
 from ostinato.loop.layout import Kind, Layout, Tables
 
