@@ -55,6 +55,7 @@ class EmulatedTape(Launched):
         self._step.built(self._plan.hash, self.executable)
 
     def launch(self) -> None:
+        self._guard.allow_launch()
         self.n_launches += 1
         self._launched = self._card.submit(lambda: self._run(single=False))
 
@@ -112,20 +113,20 @@ class EmulatedLoop(TorchRunner):
         assert reason is None, reason
         self.step = TapeStep(
             model,
-            self.memory,
-            self.tables,
+            self._kept,
+            self._shared,
             self.n_tokens,
             self._chip,
             kv_type=settled.kv_type,
             activations=settled.activations,
             n_compute_warps=self._n_compute_warps,
         )
-        plan = tape_plan(model, self.memory, self.tables, self.step)
-        headers = tape_headers(self.step.header, self.tables.layout, self.page_tokens)
+        plan = tape_plan(model, self._kept, self._shared, self.step)
+        headers = tape_headers(self.step.header, self._shared.layout, self.page_tokens)
         if self._deadline_ns is not None:
             headers["shape.h"] += f"#undef DEADLINE_NS\n#define DEADLINE_NS {self._deadline_ns}LL\n"
         program = compiled(tape_source(), "tape.cpp", headers=headers)
-        prefill = TorchChunks(self.model, self.memory, self.tables, self.n_tokens)
+        prefill = TorchChunks(self.model, self._kept, self._shared, self.n_tokens)
         return plan, EmulatedTape(plan, self.step, program, self.guard, self._seed), prefill
 
 
