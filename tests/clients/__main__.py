@@ -20,17 +20,18 @@ import time
 import venv
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ostinato.serve.script import ScriptedAnswer
 from tests.cli import tiny_model
 from tests.clients import agents
-from tests.serve.running import Running, serving
+from tests.serve.program import Program, program
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
 ENVIRONMENT = ROOT / ".venv" / "clients"
+MODEL = "tiny"
 LONGEST_S = 120.0
 
 
@@ -55,7 +56,7 @@ CLIENTS = (
     Client("pydantic-ai-slim", "pydantic_ai_openai.py", "an `openai:` model"),
     Client("litellm", "litellm_responses.py", "`litellm.responses`"),
     Client("langchain-openai", "langchain_responses.py", "`use_responses_api`"),
-    Client("anthropic", "anthropic_messages.py", "`messages.*`"),
+    Client("anthropic", "anthropic_messages.py", "`messages.*`, `models.*`"),
     Client("ollama", "ollama_client.py", "`chat`, `generate`, `embed`, `embeddings`, `list`, `show`, `ps`"),
     Client("openai", "openai_responses.mjs", "`responses.*`, in Node"),
     Client("@ai-sdk/openai", "ai_sdk.mjs", "its default API, in Node"),
@@ -90,16 +91,19 @@ def main(names: Sequence[str]) -> int:
     return 1 if n_failed else 0
 
 
-def server_for(answers: tuple[ScriptedAnswer, ...], folder: Path) -> AbstractContextManager[Running]:
-    """A server for clients that want these answers, or any."""
+def server_for(answers: tuple[ScriptedAnswer, ...], folder: Path) -> AbstractContextManager[Program]:
+    """`ostinato serve` for clients that want these answers, or any."""
+    options = ("--alias", MODEL, "--device", "cpu", "--port", "0")
     if answers:
+        script = folder / "script.json"
+        script.write_text(json.dumps([asdict(answer) for answer in answers]))
         model = agents.write_model(folder / "agent.gguf")
-        return serving(model, llm={"context": agents.CONTEXT, "slots": 2}, script=answers)
+        return program(str(model), *options, "--context", str(agents.CONTEXT), "--slots", "2", "--script", str(script))
     model = tiny_model.write(folder / "tiny.gguf", context=4096)
-    return serving(model, llm={"context": 2048, "slots": 8})
+    return program(str(model), *options, "--context", "2048", "--slots", "8")
 
 
-def run(client: Client, server: Running, python: Path) -> str:
+def run(client: Client, server: Program, python: Path) -> str:
     """One cell of the table."""
     program = ["node"] if client.script.endswith(".mjs") else [str(python)]
     folder = ENVIRONMENT if client.script.endswith(".mjs") else SCRIPTS
@@ -125,7 +129,7 @@ def run(client: Client, server: Running, python: Path) -> str:
     return f"{n_ok} checks in {time.monotonic() - began:.1f} s"
 
 
-def variables(server: Running) -> dict[str, str]:
+def variables(server: Program) -> dict[str, str]:
     """The environment of a client: where the server is, and no other traffic."""
     kept = {
         name: value
@@ -141,7 +145,7 @@ def variables(server: Running) -> dict[str, str]:
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "LANGSMITH_TRACING": "false",
-        "CLIENT_MODEL": server.service.model_id,
+        "CLIENT_MODEL": MODEL,
         "CLIENT_FLOWER": agents.FLOWER,
         "CLIENT_SAID": agents.SAID,
     }

@@ -9,10 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,68 +23,13 @@ from ostinato.errors import BadInput
 from ostinato.serve.settings import ServeOptions
 from ostinato.serve.supervisor import Supervisor, drop_waiting, listen, private_sockets
 from tests.cli import tiny_model
+from tests.serve.program import Program, program
 from tests.serve.running import DEADLINE_S
 
 CHAT = "/v1/chat/completions"
 HELLO: Any = [{"role": "user", "content": "hello"}]
 SLOW = ("--context", "4096", "--mode", "eager")  # an answer can be caught on its way
 pytestmark = pytest.mark.slow
-
-
-class Program:
-    """`ostinato serve` in a process of its own."""
-
-    def __init__(self, *arguments: str, program: tuple[str, ...] = ("-m", "ostinato", "serve")) -> None:
-        self.lines: list[str] = []
-        self._heard = threading.Condition()
-        self.process = subprocess.Popen(
-            [sys.executable, *program, *arguments], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-        )
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            with self._heard:
-                self.lines.append(line.rstrip("\n"))
-                self._heard.notify_all()
-
-    def until(self, begins: str, n: int = 1) -> str:
-        """The n-th line that begins so."""
-        with self._heard:
-            found = self._heard.wait_for(lambda: self._said(begins)[n - 1 :], DEADLINE_S)
-        assert found, self.lines
-        return found[0]
-
-    def _said(self, begins: str) -> list[str]:
-        return [line for line in self.lines if line.startswith(begins)]
-
-    @property
-    def url(self) -> str:
-        return self.until("listening at ").split()[2].rstrip(";")
-
-    def close(self) -> int:
-        if self.process.poll() is None:
-            self.process.terminate()
-        try:
-            code = self.process.wait(DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
-        self._reader.join()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
-        return code
-
-
-@contextmanager
-def program(*arguments: str, **words: Any) -> Iterator[Program]:
-    running = Program(*arguments, **words)
-    try:
-        yield running
-    finally:
-        running.close()
 
 
 def test_the_program_says_where_it_is_answers_and_drains_on_a_signal(tiny: Path) -> None:
