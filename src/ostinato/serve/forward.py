@@ -121,6 +121,7 @@ class ForwardedAnswer(Response):
             self._record.told_elsewhere = None  # its model may have ended the answer, and knows of no reader
             self._record.outcome, self._record.error = "cancelled", "the reader took nothing for too long"
         finally:
+            relay.close()
             self._to.ended(self._record)
 
     async def _pass(self, relay: Relay) -> bool:

@@ -9,13 +9,13 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, closing, suppress
 from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ostinato.serve.answers import Answers, TokenUpdate
 from ostinato.serve.errors import Refusal, refusal_of
@@ -75,6 +75,53 @@ async def formatted(
             yield part
 
 
+class TimedSend:
+    """Sends the messages of one response; a client that reads nothing for so long is a `TimeoutError`.
+
+    As `asyncio.timeout` around each send, which would cost more than the send itself: here one timer serves all.
+    """
+
+    def __init__(self, send: Send, seconds: float | None) -> None:
+        """Without `seconds` there is no deadline. Whoever makes one must `close` it."""
+        self._send, self._seconds = send, seconds
+        self._due: float | None = None  # of the message that is being sent
+        self._task: asyncio.Task[Any] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_late = False
+
+    async def __call__(self, message: Message) -> None:
+        if self._seconds is None:
+            await self._send(message)
+            return
+        loop = asyncio.get_running_loop()
+        self._due, self._task = loop.time() + self._seconds, asyncio.current_task()
+        if self._timer is None:
+            self._timer = loop.call_at(self._due, self._look)
+        try:
+            await self._send(message)
+        except asyncio.CancelledError:
+            if self._is_late and self._task is not None and not self._task.uncancel():
+                raise TimeoutError from None
+            raise
+        finally:
+            self._due = None
+
+    def _look(self) -> None:
+        """The first message that had this timer may have been sent long ago."""
+        self._timer = None
+        if self._due is None:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._due:
+            self._timer = loop.call_at(self._due, self._look)
+        elif self._task is not None:
+            self._is_late = self._task.cancel()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
 class EventStream(Response):
     """A response that lasts until its events end, its client disconnects, or a failure adds one error event."""
 
@@ -106,10 +153,10 @@ class EventStream(Response):
     async def _pump(self, send: Send) -> bool:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async with aclosing(self._events) as events:
-                async for part in events:
-                    async with asyncio.timeout(self._write_s):
-                        await send({"type": "http.response.body", "body": part, "more_body": True})
+            with closing(TimedSend(send, self._write_s)) as timed:
+                async with aclosing(self._events) as events:
+                    async for part in events:
+                        await timed({"type": "http.response.body", "body": part, "more_body": True})
         except TimeoutError:
             self._record.outcome, self._record.error = "cancelled", "the reader took nothing for too long"
             return True
