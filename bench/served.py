@@ -3,10 +3,10 @@
     python -m bench.served [NAME=TREE ...] [--rounds 9] [--streams 8] [--tokens 500] [--model MODEL] [--only PATH]
 
 Each tree (this one by default) serves the same model, all servers run at once, and one is asked at a time: the same
-streams from each, API by API, round by round. A figure is processor time, of the supervisor and all its children
-(`/proc`), divided by the tokens: other programs on the machine change it little. Tokens per second are what the client
-counted, and depend on what else runs. Without a model it is a tiny random one in `eager`, which makes few hundred
-steps a second: as with a real model, a step gives each stream one token.
+streams from each, API by API, round by round. Processor time is that of the front, and of the worker and the
+supervisor (`/proc`), divided by the tokens: other programs on the machine change it little. Tokens per second are
+what the client counted, and depend on what else runs. Without a model it is a tiny random one in `eager`, which makes
+few hundred steps a second: as with a real model, a step gives each stream one token.
 """
 
 from __future__ import annotations
@@ -78,22 +78,27 @@ class Served:
         subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
         return made
 
-    def cpu_s(self) -> float:
-        """The processor time of all its processes so far."""
-        pids, seconds = [self.process.pid], 0.0
+    def cpu_s(self) -> dict[str, float]:
+        """The processor time so far of its processes: the front, where there is one, and the rest."""
+        pids = [self.process.pid]
+        seconds: dict[str, float] = {}
         while pids:
             pid = pids.pop()
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            is_front = b"ostinato.serve.front" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            ticks = int(fields[11]) + int(fields[12])
+            part = "front" if is_front else "worker"
+            seconds[part] = seconds.get(part, 0.0) + ticks / os.sysconf("SC_CLK_TCK")
             pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
         return seconds
 
     async def measure(self, path: str, body: dict[str, Any], n_streams: int, n_tokens: int) -> None:
         server, before, began = Server.at(self.url), self.cpu_s(), time.perf_counter()
         host_us = await asyncio.gather(*(_read(server, path, body) for _ in range(n_streams)))
-        seconds, cpu_s = time.perf_counter() - began, self.cpu_s() - before
+        seconds, after = time.perf_counter() - began, self.cpu_s()
         n = n_streams * n_tokens
-        self._add(path, "processor time", "us/token", cpu_s / n * 1e6)
+        for part in after:
+            self._add(path, f"processor time of the {part}", "us/token", (after[part] - before[part]) / n * 1e6)
         self._add(path, "host", "us/token", statistics.median(host_us))
         self._add(path, "throughput", "tok/s", n / seconds)
 
@@ -151,7 +156,7 @@ def main() -> None:
         )
     first = {one.task: one for one in series if one.engine == servers[0].name}
     for one in series:
-        if one.engine != servers[0].name:
+        if one.engine != servers[0].name and one.task in first:
             middle, least, most = ratio(one, first[one.task])
             print(f"{one.engine}/{servers[0].name} {one.task:40} {middle:.3f} ({least:.3f} to {most:.3f})")
     commits = {server.name: commit(server.tree) for server in servers}

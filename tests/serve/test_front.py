@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import jinja2
 import ollama
 import pytest
 
@@ -27,10 +28,12 @@ from ostinato.serve.upstream import UpstreamGone
 from ostinato.serve.worker import AdmittedLLM
 from tests.cli import tiny_model
 from tests.models import tiny_encoders
+from tests.models.tiny_text import CONTROL_TOKENS
 from tests.serve.fronting import Fronted, fronting
 from tests.serve.running import serving
 
 CHAT = "/v1/chat/completions"
+_, BOS, EOS = CONTROL_TOKENS
 HELLO: Any = [{"role": "user", "content": "hello"}]
 FEW: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "seed": 1}
 pytestmark = pytest.mark.slow
@@ -196,6 +199,20 @@ def test_showing_a_model_loads_none_and_tells_the_same(two: tuple[Path, Path], t
             assert server.post(path, {"model": name, **body}).status_code == 200
             assert server.post("/api/show", {"name": name}).json() == before.json()
         assert server.post("/api/show", {"model": "none"}).status_code == 404
+
+
+def test_the_tokenizer_of_each_model_is_told(fronted: Fronted) -> None:
+    for query, name in (("", "first"), ("?model=two", "two"), ("?model=1:latest", "first")):
+        reply = fronted.get(f"/tokenizer_info{query}")
+        assert reply.status_code == 200, reply.text
+        info = reply.json()
+        assert (info["bos_token"], info["eos_token"], info["vocab_size"]) == (BOS, EOS, 300)
+        assert info["model_max_length"] == 512
+        # A client renders prompts itself with this template, and its prompt is that of the server.
+        words = {"messages": HELLO, "add_generation_prompt": True}
+        own = jinja2.Template(info["chat_template"]).render(**words, bos_token=BOS, eos_token=EOS)
+        assert own == fronted.post("/apply-template", {"model": name, "messages": HELLO}).json()["prompt"]
+    assert fronted.get("/tokenizer_info?model=none").status_code == 404
 
 
 def test_any_model_answers_to_any_name_and_says_that_it_was_ignored(two: tuple[Path, Path]) -> None:

@@ -9,9 +9,9 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from fastapi import FastAPI, Query
 from fastapi.exceptions import RequestValidationError
@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 from ostinato import __version__
 from ostinato.errors import OstinatoError
 from ostinato.serve.body import ForwardRequest, forwarding_route, route_with
-from ostinato.serve.chat import chat, template_text
+from ostinato.serve.chat import chat
 from ostinato.serve.completions import complete
 from ostinato.serve.conversation import IGNORED
 from ostinato.serve.embeddings import embed
@@ -39,7 +39,7 @@ from ostinato.serve.ollama import chat as ollama_chat
 from ostinato.serve.ollama import embed as ollama_embed
 from ostinato.serve.ollama import generate, old_embed
 from ostinato.serve.ollama_body import EmbedBody, GenerateBody, OldEmbedBody, OllamaChatBody, ShowBody
-from ostinato.serve.ollama_models import NOT_HERE, shown, version
+from ostinato.serve.ollama_models import NOT_HERE, show, version
 from ostinato.serve.rerank import rerank
 from ostinato.serve.responses import delete, input_items, input_tokens, respond, retrieve
 from ostinato.serve.responses_body import ResponsesBody
@@ -55,6 +55,7 @@ from ostinato.serve.shapes import (
 )
 from ostinato.serve.status import EngineStatus, ModelCard, ServerStatus
 from ostinato.serve.stream import EVENTS, LINES, json_response
+from ostinato.serve.texts import apply_template, detokenize, tokenize, tokenizer_info
 
 _HERE: Final = Path(__file__).parent
 _VENDOR: Final = _HERE / "vendor"  # libraries of the page
@@ -137,6 +138,52 @@ _OLLAMA: Final = _responses(400, 404, 408, 413, 415, 429, 503, model=OllamaError
 _OLLAMA_STREAMED: Final = _responses(400, 404, 408, 413, 415, 429, 503, streams=LINES, model=OllamaErrorBody)
 
 
+class Endpoint(NamedTuple):
+    """A path whose body a model answers. `also`: further paths that mean the same."""
+
+    path: str
+    body: type[BaseModel]
+    answer: Callable[[Service, Any, Request], Coroutine[Any, Any, Response]]
+    summary: str
+    responses: dict[int | str, dict[str, Any]]
+    also: tuple[str, ...] = ()
+
+
+# By their tags.
+ENDPOINTS: Final = {
+    "answers": (
+        Endpoint("/v1/chat/completions", ChatBody, chat, "Answer a conversation", _STREAMED, ("/chat/completions",)),
+        Endpoint("/v1/responses", ResponsesBody, respond, "Answer with a response", _STREAMED),
+        Endpoint("/v1/responses/input_tokens", ResponsesBody, input_tokens, "The size of a response's prompt", _POST),
+        Endpoint("/v1/messages", MessagesBody, create_message, "Answer with a message", _ANTHROPIC_STREAMED),
+        Endpoint("/v1/messages/count_tokens", CountBody, count_tokens, "The size of a message's prompt", _ANTHROPIC),
+        Endpoint("/v1/completions", CompletionBody, complete, "Go on from a prompt", _STREAMED),
+        Endpoint("/v1/embeddings", EmbeddingBody, embed, "A vector for each text", _POST),
+        Endpoint(
+            "/v1/rerank",
+            RerankBody,
+            rerank,
+            "Documents by how well they answer a query",
+            _POST,
+            ("/rerank", "/v2/rerank"),  # the second is Cohere's
+        ),
+    ),
+    "ollama": (
+        Endpoint("/api/chat", OllamaChatBody, ollama_chat, "Answer a conversation", _OLLAMA_STREAMED),
+        Endpoint("/api/generate", GenerateBody, generate, "Answer a prompt", _OLLAMA_STREAMED),
+        Endpoint("/api/embed", EmbedBody, ollama_embed, "A vector for each text", _OLLAMA),
+        Endpoint("/api/embeddings", OldEmbedBody, old_embed, "A vector for one text", _OLLAMA),
+        Endpoint("/api/show", ShowBody, show, "The model's sizes and template", _OLLAMA),
+    ),
+    "text": (
+        Endpoint("/tokenize", TokenizeBody, tokenize, "Token ids of a text", _POST),
+        Endpoint("/detokenize", DetokenizeBody, detokenize, "The text of token ids", _POST),
+        Endpoint("/apply-template", TemplateBody, apply_template, "The prompt of a conversation", _POST),
+    ),
+}
+TOKENIZER_INFO: Final = "/tokenizer_info"
+
+
 def create_app(
     service: Service, *, status: ServerStatus | None = None, forward: ForwardRequest | None = None
 ) -> ASGIApp:
@@ -157,10 +204,15 @@ def bare_app(service: Service, *, status: ServerStatus | None = None, forward: F
     )
     told = status or EngineStatus(service)
     in_thread = service.in_body_thread
-    app.router.route_class = route_with(parsed, in_thread) if forward is None else forwarding_route(forward)
-    _add_answers(app, service)
-    _add_ollama(app, service, told)
-    _add_texts(app, service)
+    app.router.route_class = (
+        route_with(parsed, in_thread) if forward is None else forwarding_route(forward, {TOKENIZER_INFO})
+    )
+    for tag, endpoints in ENDPOINTS.items():
+        for endpoint in endpoints:
+            _add_endpoint(app, service, endpoint, tag)
+    _add_kept_responses(app, service)
+    _add_tokenizer_info(app, service)
+    _add_ollama(app, told)
     _add_status(app, told)
     _add_pages(app)
     _add_errors(app)
@@ -182,22 +234,26 @@ def guarded(app: ASGIApp, service: Service) -> ASGIApp:
     return front
 
 
-def _add_answers(app: FastAPI, service: Service) -> None:
-    @app.post("/chat/completions", include_in_schema=False)
-    @app.post("/v1/chat/completions", tags=["answers"], summary="Answer a conversation", responses=_STREAMED)
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
-        return await chat(service, body, request)
+def _add_endpoint(app: FastAPI, service: Service, one: Endpoint, tag: str) -> None:
+    async def endpoint(body: BaseModel, request: Request) -> Response:
+        return await one.answer(service, body, request)
 
-    @app.post("/v1/responses", tags=["answers"], summary="Answer with a response", responses=_STREAMED)
-    async def responses(body: ResponsesBody, request: Request) -> Response:
-        return await respond(service, body, request)
+    # FastAPI takes the type of the body and the name of the operation from here.
+    endpoint.__annotations__["body"] = one.body
+    endpoint.__name__ = one.answer.__name__
+    words: dict[str, Any] = {"tags": [tag], "summary": one.summary, "responses": one.responses}
+    app.post(one.path, **words)(endpoint)
+    for path in one.also:
+        app.post(path, include_in_schema=False)(endpoint)
 
-    @app.post(
-        "/v1/responses/input_tokens", tags=["answers"], summary="The size of a response's prompt", responses=_POST
-    )
-    async def count_input_tokens(body: ResponsesBody, request: Request) -> Response:
-        return await input_tokens(service, body, request)
 
+def _add_tokenizer_info(app: FastAPI, service: Service) -> None:
+    @app.get(TOKENIZER_INFO, tags=["text"], summary="Special tokens and chat template", responses=_responses(404, 503))
+    async def info(model: str | None = None) -> Response:
+        return tokenizer_info(service, model)
+
+
+def _add_kept_responses(app: FastAPI, service: Service) -> None:
     @app.get("/v1/responses/{id}/input_items", tags=["answers"], summary="Its input", responses=_responses(400, 404))
     async def list_input_items(
         id: str,
@@ -215,53 +271,8 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def forget(id: str) -> Response:
         return delete(service, id)
 
-    @app.post("/v1/messages", tags=["answers"], summary="Answer with a message", responses=_ANTHROPIC_STREAMED)
-    async def messages(body: MessagesBody, request: Request) -> Response:
-        return await create_message(service, body, request)
 
-    @app.post(
-        "/v1/messages/count_tokens", tags=["answers"], summary="The size of a message's prompt", responses=_ANTHROPIC
-    )
-    async def count_message_tokens(body: CountBody) -> Response:
-        return await count_tokens(service, body)
-
-    @app.post("/v1/completions", tags=["answers"], summary="Go on from a prompt", responses=_STREAMED)
-    async def completions(body: CompletionBody, request: Request) -> Response:
-        return await complete(service, body, request)
-
-    @app.post("/v1/embeddings", tags=["answers"], summary="A vector for each text", responses=_POST)
-    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
-        return await embed(service, body, request)
-
-    @app.post("/rerank", include_in_schema=False)
-    @app.post("/v2/rerank", include_in_schema=False)  # Cohere's
-    @app.post("/v1/rerank", tags=["answers"], summary="Documents by how well they answer a query", responses=_POST)
-    async def rank_documents(body: RerankBody, request: Request) -> Response:
-        return await rerank(service, body, request)
-
-
-def _add_ollama(app: FastAPI, service: Service, status: ServerStatus) -> None:
-    @app.post("/api/chat", tags=["ollama"], summary="Answer a conversation", responses=_OLLAMA_STREAMED)
-    async def api_chat(body: OllamaChatBody, request: Request) -> Response:
-        return await ollama_chat(service, body, request)
-
-    @app.post("/api/generate", tags=["ollama"], summary="Answer a prompt", responses=_OLLAMA_STREAMED)
-    async def api_generate(body: GenerateBody, request: Request) -> Response:
-        return await generate(service, body, request)
-
-    @app.post("/api/embed", tags=["ollama"], summary="A vector for each text", responses=_OLLAMA)
-    async def api_embed(body: EmbedBody, request: Request) -> Response:
-        return await ollama_embed(service, body, request)
-
-    @app.post("/api/embeddings", tags=["ollama"], summary="A vector for one text", responses=_OLLAMA)
-    async def api_embeddings(body: OldEmbedBody, request: Request) -> Response:
-        return await old_embed(service, body, request)
-
-    @app.post("/api/show", tags=["ollama"], summary="The model's sizes and template", responses=_OLLAMA)
-    async def api_show(body: ShowBody) -> Response:
-        llm = service.llm(body.model or body.name)
-        return json_response(await service.in_thread(shown, service, llm))
-
+def _add_ollama(app: FastAPI, status: ServerStatus) -> None:
     @app.get("/api/tags", tags=["ollama"], summary="What is served", responses=_OLLAMA_GET)
     async def api_tags() -> Response:
         return json_response({"models": await status.tags()})
@@ -283,32 +294,6 @@ def _refuse_path(app: FastAPI, path: str, method: str, why: str) -> None:
     @app.api_route(path, methods=[method], include_in_schema=False)
     async def refused() -> Response:
         raise Refusal(400, why)
-
-
-def _add_texts(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize", tags=["text"], summary="Token ids of a text", responses=_POST)
-    async def tokenize(body: TokenizeBody) -> Response:
-        llm = service.llm(body.model)
-
-        def tokens() -> dict[str, Any]:
-            ids = llm.tokenize(body.text, bos=body.adds_special, special=body.parse_special)
-            pieces = llm.tokenizer.pieces(ids) if body.with_pieces or body.return_token_strs else []
-            shown = ({"pieces": pieces} if body.with_pieces else {}) | (
-                {"token_strs": pieces} if body.return_token_strs else {}
-            )
-            return {"tokens": ids, "count": len(ids), "max_model_len": llm.context, **shown}
-
-        return json_response(await service.in_thread(tokens))
-
-    @app.post("/detokenize", tags=["text"], summary="The text of token ids", responses=_POST)
-    async def detokenize(body: DetokenizeBody) -> Response:
-        llm = service.llm(body.model)
-        return json_response({"content": await service.in_thread(llm.detokenize, body.tokens)})
-
-    @app.post("/apply-template", tags=["text"], summary="The prompt of a conversation", responses=_POST)
-    async def apply_template(body: TemplateBody) -> Response:
-        llm = service.llm(body.model)
-        return json_response({"prompt": await service.in_template_thread(template_text, service, llm, body)})
 
 
 def _add_status(app: FastAPI, status: ServerStatus) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Final, NamedTuple
 
 from fastapi.routing import APIRoute
@@ -203,11 +203,14 @@ def route_with(parse: Parse, in_thread: InThread) -> type[APIRoute]:
 ForwardRequest = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-def forwarding_route(forward: ForwardRequest) -> type[APIRoute]:
-    """A FastAPI route that hands requests with a body to `forward` unparsed; others are answered by their endpoint."""
+def forwarding_route(forward: ForwardRequest, paths: Collection[str]) -> type[APIRoute]:
+    """A FastAPI route that hands requests with a body to `forward` unparsed, and those for `paths`; others are answered
+    by their endpoint."""
 
     class ForwardingRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            return super().get_route_handler() if self.body_field is None else forward
+            if self.body_field is None and self.path not in paths:
+                return super().get_route_handler()
+            return forward
 
     return ForwardingRoute

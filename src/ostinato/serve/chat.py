@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from ostinato.engine.request import Token
 from ostinato.llm import LLM
-from ostinato.options import Sampling
 from ostinato.serve import logprobs
 from ostinato.serve.answers import TokenUpdate
 from ostinato.serve.conversation import (
@@ -18,7 +17,6 @@ from ostinato.serve.conversation import (
     ChatRequest,
     effort_options,
     ignored_header,
-    rendered,
     submitted,
     verbosity_options,
 )
@@ -26,7 +24,7 @@ from ostinato.serve.errors import Refusal, renamed
 from ostinato.serve.log import Record
 from ostinato.serve.reply import reply
 from ostinato.serve.service import Service
-from ostinato.serve.shapes import ChatBody, TemplateBody
+from ostinato.serve.shapes import ChatBody
 from ostinato.text.answer import AnswerReader, CallDelta, Delta
 from ostinato.text.tokenizer import Tokenizer
 from ostinato.text.tools import read_allowed, read_tools
@@ -99,17 +97,6 @@ def _template_options(llm: LLM, body: ChatBody) -> tuple[dict[str, Any], list[st
         options |= known or {}
         ignored += ["verbosity"] if known is None else []
     return {**options, **(body.chat_template_kwargs or {})}, ignored
-
-
-def template_text(service: Service, llm: LLM, body: TemplateBody) -> str:
-    """`POST /apply-template`."""
-    options = dict(body.chat_template_kwargs or {})
-    if body.add_generation_prompt is not None:
-        options["add_generation_prompt"] = body.add_generation_prompt
-    messages = [message.for_template() for message in body.messages]
-    continues = bool(body.continue_final_message)
-    asked = ChatRequest(messages, Sampling(), read_tools(body.tools), continues=continues, template_options=options)
-    return rendered(service, llm, asked)
 
 
 # After

@@ -73,7 +73,7 @@ class ModelForwarder:
 
     async def __call__(self, request: Request) -> Response:
         body = await request.body()
-        given = read_asked(body)
+        given = read_asked(body) if body else _Asked(request.query_params.get("model"))
         name = given.model_name
         model = self.models.find(name)
         if request.url.path == _SHOW and model.state != "ready":
@@ -227,7 +227,9 @@ class ForwardedAnswer(Response):
             headers.append((CLIENT.encode(), record.client.encode()))
         # From now on the model's process has the request in its log, whatever becomes of it.
         record.told_elsewhere = True
-        async with asked(self._model.socket, "POST", target, headers, self._content, self._opened) as answer:
+        async with asked(
+            self._model.socket, self._request.method, target, headers, self._content, self._opened
+        ) as answer:
             self._answered = True
             if relay.began and answer.status != 200:
                 raise refusal_in(_plain_status(answer.status), await answer.body())

@@ -56,7 +56,7 @@ async def create_message(service: Service, body: MessagesBody, request: Request)
     return await at_once(request, reply.whole(), answers, headers)
 
 
-async def count_tokens(service: Service, body: CountBody) -> Response:
+async def count_tokens(service: Service, body: CountBody, request: Request) -> Response:
     """How many tokens the prompt of a message would have."""
     llm = service.llm(body.model)
     asked = await service.in_thread(translated, service, llm, body)

@@ -14,6 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from ostinato import __version__
 from ostinato.engine.defaults import default_sampling
 from ostinato.errors import OstinatoError
@@ -25,8 +28,10 @@ from ostinato.models.shape import Shape
 from ostinato.options import Sampling
 from ostinato.other_engines import OTHER_VERBS
 from ostinato.serve.ollama import timestamp
+from ostinato.serve.ollama_body import ShowBody
 from ostinato.serve.service import Service
 from ostinato.serve.settings import LATEST
+from ostinato.serve.stream import json_response
 from ostinato.text.of_checkpoint import template_sources
 
 API_VERSION: Final = "0.32.15"  # of Ollama, whose API this is: clients compare it with what they need
@@ -133,8 +138,14 @@ class ShownModel:
     capabilities: list[str]
 
 
-def shown(service: Service, llm: LLM) -> dict[str, Any]:
+async def show(service: Service, body: ShowBody, request: Request) -> Response:
     """`POST /api/show`."""
+    llm = service.llm(body.model or body.name)
+    return json_response(await service.in_thread(shown, service, llm))
+
+
+def shown(service: Service, llm: LLM) -> dict[str, Any]:
+    """What a loaded model is."""
     template = "" if llm.template is None else llm.template.source
     model = ShownModel(service.model_id, llm.shape, llm.context, llm.defaults, template, _capabilities(service, llm))
     return _shown(model, model_file(llm.path))
