@@ -64,8 +64,8 @@ def test_the_description_names_every_endpoint_and_every_field(server: Running) -
         "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/v1/models/{id}", "/v1/messages",
         "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/{id}", "/v1/responses/{id}/input_items",
         "/v1/responses/input_tokens", "/v1/rerank", "/tokenize", "/detokenize", "/apply-template", "/tokenizer_info",
-        "/health", "/ready", "/live", "/slots", "/metrics", "/api/chat", "/api/generate", "/api/embed", "/api/embeddings",
-        "/api/show", "/api/tags", "/api/ps", "/api/version",
+        "/health", "/ready", "/live", "/slots", "/metrics", "/api/chat", "/api/generate", "/api/embed",
+        "/api/embeddings", "/api/show", "/api/tags", "/api/ps", "/api/version",
     } == set(document["paths"])  # fmt: skip
     chat = document["components"]["schemas"]["ChatBody"]["properties"]
     assert {"messages", "temperature", "response_format", "tools", "stream_options", "seed"} <= set(chat)
