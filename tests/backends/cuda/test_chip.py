@@ -131,7 +131,7 @@ def test_what_prompt_attention_needs_is_what_the_compiler_asks_for() -> None:
     assert chunk_bytes(512, 2, 64, 2, kept=2) >= 327_680 > TUNED.shared_bytes > chunk_bytes(512, 2, 64, 1)
 
 
-def test_only_float32_keys_of_the_widest_heads_are_cut_otherwise_and_that_is_named() -> None:
+def test_only_keys_of_the_widest_heads_are_cut_otherwise_and_that_is_named() -> None:
     wide = named_shape("llama-1b").with_attention(head_width=256, value_width=256)
     cuts = {(chip.arch, kv): other_cut(wide, kv, chip) for chip in CHIPS for kv in ("f32", "f16", "bf16", "q8_0")}
     assert {key: cut for key, cut in cuts.items() if cut is not None} == {
@@ -141,6 +141,13 @@ def test_only_float32_keys_of_the_widest_heads_are_cut_otherwise_and_that_is_nam
     }
     assert not any(other_cut(named_shape("llama-8b"), "f32", chip) for chip in CHIPS)
     assert other_cut(wide, "f32", None) is None
+    widest = named_shape("gemma4-26b-a4b")  # heads of 512
+    small = {chip.arch: other_cut(widest, "bf16", chip) for chip in CHIPS}
+    assert (small["sm_80"], small["sm_89"], small["sm_90"]) == (
+        "prompt attention by 32",
+        "prompt attention by 16",
+        None,
+    )
 
 
 def test_stages_are_never_more_than_wanted_nor_none() -> None:
