@@ -18,6 +18,8 @@ from ostinato.backends.cuda.chip import (
     kept_iterations,
     other_cut,
     stages_that_fit,
+    step_block,
+    step_bytes,
 )
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.packed_types import PACKED_TYPES
@@ -117,6 +119,20 @@ def test_prompt_attention_fits_every_chip(chip: Chip, width: int) -> None:
         assert (rows == 64) == (chunk_bytes(width, item_bytes, block, 1) <= chip.shared_bytes)
         is_whole = block == chunk_block(TUNED, width, item_bytes) == 64
         assert is_whole == (chunk_bytes(width, item_bytes, 64, 1) <= chip.shared_bytes)
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.arch)
+@pytest.mark.parametrize("group", [1, 8, 16])
+def test_a_steps_attention_fits_every_chip(chip: Chip, group: int) -> None:
+    for width in (16, 32, 64, 128, 256, 512):
+        for item_bytes in (1, 2, 4):
+            block = step_block(chip, width, item_bytes, group)
+            assert step_bytes(width, item_bytes, block, group) <= chip.shared_bytes
+            assert (block == 16) == (width == 512 and item_bytes == 4 and chip.shared_bytes < SHARED_BYTES[8, 0])
+
+
+def test_what_a_steps_attention_needs_is_what_the_compiler_asks_for_and_a_little_more() -> None:
+    assert 163_840 <= step_bytes(512, 4, 32, 8) <= 163_840 + 2560
 
 
 def test_what_prompt_attention_needs_is_what_the_compiler_asks_for() -> None:

@@ -20,11 +20,15 @@ from ostinato.backends.base import (
 )
 from ostinato.backends.cuda.chip import (
     LEAST_SHARED_BYTES,
+    STORED_BYTES,
     chunk_block,
     chunk_bytes,
     chunk_rows,
     other_cut,
-    padded_width,
+    padded,
+    product_bytes,
+    step_block,
+    step_bytes,
 )
 from ostinato.backends.machine import Chip, DeviceKind, Machine, cuda_version, why_too_old
 from ostinato.backends.memory_rows import FLOAT_BYTES, output_row, shared_rows, without_empty
@@ -201,11 +205,12 @@ def why_no_room(shape: Shape, tensors: HeaderTensors, kv_type: KVType, chip: Chi
         from ostinato.backends.cuda.triton.tiles import least_bytes
 
         needed |= {f"the product with {tensor.type} weights": least_bytes(tensor) for tensor in tensors.values()}
-    if shape.attention:
-        width, item_bytes = padded_width(shape.widest(lambda a: a.head_width)), 4 if kv_type == "f32" else 2
-        block, rows = chunk_block(chip, width, item_bytes), chunk_rows(chip, width, item_bytes)
-        what = f"the prompt's attention over {kv_type} keys of {width}"
-        needed[what] = chunk_bytes(width, item_bytes, block, 1, rows=rows)
+    for one in shape.attention.values():
+        width, multiplied, stored = padded(one.head_width), product_bytes(kv_type), STORED_BYTES[kv_type]
+        block, rows = chunk_block(chip, width, multiplied), chunk_rows(chip, width, multiplied)
+        what, group = f"over {kv_type} keys of {one.head_width}", one.n_heads // one.n_kv_heads
+        needed[f"the prompt's attention {what}"] = chunk_bytes(width, multiplied, block, 1, rows=rows)
+        needed[f"a step's attention {what}"] = step_bytes(width, stored, step_block(chip, width, stored, group), group)
     name = max(needed, key=lambda one: needed[one], default=None)
     if name is None or needed[name] <= chip.shared_bytes:
         return None

@@ -8,6 +8,7 @@ what a kernel needs is said beside it, and `bench/cards.py` holds it against the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +24,7 @@ TUNED_ON: Final = TUNED.capability  # where the table of tiles was measured
 LEAST_SHARED_BYTES: Final = min(SHARED_BYTES.values())  # of a block: with so many, every kernel fits
 CHUNK_ROWS: Final = 64  # of a tile of the prompt's attention
 LEAST_TILE: Final = 16  # rows or positions, what a tensor core multiplies
+STORED_BYTES: Final[Mapping[KVType, int]] = {"f32": 4, "bf16": 2, "f16": 2, "q8_0": 1}  # of an element of keys
 _CHUNK_BLOCK: Final = 64  # key positions at once, where they fit
 
 
@@ -81,21 +83,46 @@ def chunk_rows(chip: Chip, width: int, item_bytes: int) -> int:
     return rows
 
 
+def step_bytes(width: int, item_bytes: int, block: int, group: int) -> int:
+    """Shared memory that a step's attention takes with one iteration in flight: blocks of K and V, the queries of
+    `group` heads, weights of V, and a little."""
+    return 2 * block * width * item_bytes + queries_bytes(width, item_bytes, block, group)
+
+
+def queries_bytes(width: int, item_bytes: int, block: int, group: int) -> int:
+    return padded(group) * (width + block) * max(item_bytes, 2) + 256
+
+
+def step_block(chip: Chip, width: int, item_bytes: int, group: int) -> int:
+    """Key positions that a step's attention takes at once, as `chunk_block` has them for a prompt's."""
+    block = 64 if width <= 128 else 32
+    while block > LEAST_TILE and step_bytes(width, item_bytes, block, group) > chip.shared_bytes:
+        block //= 2
+    return block
+
+
 def other_cut(shape: Shape, kv_type: KVType, chip: Chip | None) -> str | None:
     """What is summed in another order on a chip than where the kernels were tuned; None where nothing is."""
     if chip is None:
         return None
-    item_bytes = 4 if kv_type == "f32" else 2
-    for width in sorted({padded_width(one.head_width) for one in shape.attention.values()}):
-        block = chunk_block(chip, width, item_bytes)
-        if block != chunk_block(TUNED, width, item_bytes):
-            return f"prompt attention by {block}"
-    return None
+    found: dict[str, None] = {}
+    for one in shape.attention.values():
+        width = padded(one.head_width)
+        prompt = [chunk_block(on, width, product_bytes(kv_type)) for on in (chip, TUNED)]
+        step = [step_block(on, width, STORED_BYTES[kv_type], one.n_heads // one.n_kv_heads) for on in (chip, TUNED)]
+        named = (("prompt attention", prompt), ("attention", step))
+        found |= {f"{name} by {block}": None for name, (block, tuned) in named if block != tuned}
+    return ", ".join(found) or None
 
 
-def padded_width(width: int) -> int:
-    """The width of a head in a kernel: a power of two, 16 at least."""
-    return max(16, 1 << (width - 1).bit_length())
+def product_bytes(kv_type: KVType) -> int:
+    """Of an element of keys as it is multiplied: eight bits are, as bfloat16."""
+    return 4 if kv_type == "f32" else 2
+
+
+def padded(n: int) -> int:
+    """The width of a head, or so many queries, in a kernel: a power of two, as many as tensor cores multiply."""
+    return max(LEAST_TILE, 1 << (n - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,11 @@ import triton
 from torch import Tensor
 
 from bench.compiling import specialisation_of
+from ostinato.backends.cuda.chip import step_block
 from ostinato.backends.cuda.launch import TritonLaunch
 from ostinato.backends.cuda.triton import attend
 from ostinato.backends.cuda.triton.attend import Workspace, attend_workspace, bind_attend
+from ostinato.backends.machine import SHARED_BYTES, TUNED, Chip
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows, attend_torch
 from ostinato.errors import BadOption, BadPointer
 from ostinato.models.rope import Pairing
@@ -133,10 +135,10 @@ def copied(kv: PagedKV) -> PagedKV:
     return PagedKV(kv.keys.clone(), kv.values.clone(), kv.page_tokens, scales[0], scales[1])
 
 
-def run(step: Step, programs: int = 3) -> tuple[Tensor, PagedKV]:
+def run(step: Step, programs: int = 3, chip: Chip = TUNED) -> tuple[Tensor, PagedKV]:
     """What the kernel leaves: seen, and the store."""
     seen, kv = step.seen.clone(), copied(step.kv)
-    bind_attend(step.qkv, seen, kv, step.rows, step.heads, step.workspace, programs)()
+    bind_attend(step.qkv, seen, kv, step.rows, step.heads, step.workspace, programs, chip=chip)()
     assert not step.workspace.arrivals.any(), "the counters must be ready for the next layer"
     return seen, kv
 
@@ -151,9 +153,9 @@ def same_store(a: PagedKV, b: PagedKV) -> bool:
     return all(x is None or y is None or torch.equal(bits(x), bits(y)) for x, y in pairs)
 
 
-def assert_like_the_twin(case: Case) -> None:
+def assert_like_the_twin(case: Case, chip: Chip = TUNED) -> None:
     step = made(case)
-    seen, kv = run(step)
+    seen, kv = run(step, chip=chip)
     expected, twin_kv = step.seen.clone(), copied(step.kv)
     attend_torch(step.qkv, expected, twin_kv, step.rows, step.heads)
     n = len(case.positions)
@@ -277,6 +279,12 @@ def test_heads_of_width_256_with_norm_cap_and_window_equal_the_twin(store: str) 
     assert_like_the_twin(
         Case((1, 95, 200), n_heads=2, width=256, store=store, normed=True, softcap=30.0, window=65, n_rotary=64)
     )
+
+
+def test_float32_heads_of_512_in_the_smaller_blocks_of_a_small_chip_equal_the_twin() -> None:
+    chip = Chip((8, 9), 128, SHARED_BYTES[8, 9])
+    assert (step_block(chip, 512, 4, 2), step_block(TUNED, 512, 4, 2)) == (16, 32)
+    assert_like_the_twin(Case((1, 17, 130), n_heads=2, width=512, normed=True), chip)
 
 
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 128, 1000])

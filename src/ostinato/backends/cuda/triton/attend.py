@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.chip import padded_width, stages_that_fit
+from ostinato.backends.cuda.chip import padded, queries_bytes, stages_that_fit, step_block
 from ostinato.backends.cuda.launch import FLOATS, TritonLaunch, checked, grouped
 from ostinato.backends.machine import PROGRAMS_PER_MULTIPROCESSOR, TUNED, Chip
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows
@@ -118,7 +118,8 @@ def bind_attend(
         programs = chip.attention_programs if device.type == "cuda" else PROGRAMS_PER_MULTIPROCESSOR
     given = layer_arguments(kv, heads, qkv)
     wide = given["S"].d
-    many, block = max(16, few), 64 if wide <= 128 else 32
+    item_bytes = kv.keys.element_size()
+    many, block = padded(heads.group), step_block(chip, wide, item_bytes, heads.group)
     of_rows = {"n_rows": (1,), "row_slot": (n_slots,), "position": (n_slots,), "pages": paged}
     given |= {
         "qkv": checked("qkv", qkv, dtype=torch.float32, shape=(n_slots, heads.n_columns), device=device),
@@ -149,9 +150,7 @@ def bind_attend(
         ),
     }
     if stages is None:
-        item_bytes = kv.keys.element_size()
-        # Beside blocks of K and V: queries, weights of V, and a little.
-        beside = many * (wide + block) * max(item_bytes, 2) + 256
+        beside = queries_bytes(wide, item_bytes, block, heads.group)
         stages = stages_that_fit(chip, stages_for(heads, kv), 2 * block * wide * item_bytes, beside)
     return TritonLaunch.of(attend_kernel, (programs,), given, num_warps=4, num_stages=stages)
 
@@ -212,7 +211,7 @@ def layer_arguments(kv: PagedKV, heads: Heads, stand_in: Tensor) -> dict[str, An
             columns=heads.n_columns,
             reads_kv=heads.reads_kv,
             value_norm=heads.value_norm,
-            d=padded_width(width),
+            d=padded(width),
             n_rotary=0 if heads.frequencies is None else 2 * heads.frequencies.shape[1],
             n_rope_sets=1 if heads.frequencies is None else heads.frequencies.shape[0],
             neighbours=heads.pairing == "neighbours",

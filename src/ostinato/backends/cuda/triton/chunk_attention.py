@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.chip import chunk_block, chunk_bytes, chunk_rows, kept_iterations, padded_width
+from ostinato.backends.cuda.chip import chunk_block, chunk_bytes, chunk_rows, kept_iterations, padded
 from ostinato.backends.cuda.launch import FLOATS, TritonLaunch, checked
 from ostinato.backends.cuda.triton.attend import (
     LOG2_E,
@@ -72,7 +72,7 @@ def bind_chunk_attention(
 ) -> TritonLaunch:
     """Check everything once and return the launch that attends."""
     m, device, width = q.shape[0], q.device, heads.head_width
-    exact, wide = kv.keys.dtype == torch.float32, padded_width(width)
+    exact, wide = kv.keys.dtype == torch.float32, padded(width)
     item_bytes = 4 if exact else 2  # of products: blocks of eight bits are multiplied as bfloat16
     block, rows = chunk_block(chip, wide, item_bytes), chunk_rows(chip, wide, item_bytes)
     given = {
