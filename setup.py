@@ -23,8 +23,9 @@ from setuptools.command.build_py import build_py
 
 PACKAGE = Path(__file__).parent / "src" / "ostinato"
 NATIVE = PACKAGE / "backends" / "native"
-FOLDERS = NATIVE / "src", PACKAGE / "loop"  # the second for the headers that all backends share
 TEXT = PACKAGE / "text"
+WALK = TEXT / "walk"  # headers that the compiler of grammars and the loops share
+FOLDERS = NATIVE / "src", PACKAGE / "loop", WALK  # the second for the headers that all backends share
 GLIBC = 2, 28
 
 
@@ -98,7 +99,7 @@ class BuildWithObjects(build_py):
         for level in LEVELS.IN_WHEELS[ARCHITECTURE]:
             self.make(found, level, native / f"{level.name}.so", FOLDERS, level.flags)
         plainest = LEVELS.IN_WHEELS[ARCHITECTURE][-1]  # grammars are compiled by integers and branches alone
-        self.make(found, plainest, text / "automaton.so", (TEXT / "src",), ())
+        self.make(found, plainest, text / "automaton.so", (TEXT / "src", WALK), ())
 
     def make(  # type: ignore[no-untyped-def]  # a Level of a module that is loaded by its path
         self, found: Compiler, level, made: Path, folders: tuple[Path, ...], flags: tuple[str, ...]

@@ -152,7 +152,7 @@ def test_the_wheel_is_for_any_python_of_this_platform_and_carries_every_level(wh
     assert f"{NATIVE}/src/cpu.cpp" in names
     if LEVELS:
         assert {f"{TEXT}/built/automaton.so", f"{TEXT}/built/automaton.sum"} <= set(names)
-    assert {f"{TEXT}/src/automaton.cpp", f"{TEXT}/src/grammar_walk.h"} <= set(names)
+    assert {f"{TEXT}/src/automaton.cpp", f"{TEXT}/walk/grammar_walk.h"} <= set(names)
     sources = [path.name for path in (ROOT / "src" / TAPE).iterdir() if path.suffix in (".h", ".cu")]
     assert "tape.cu" in sources
     assert {f"{TAPE}/{name}" for name in sources} <= set(names)

@@ -23,7 +23,7 @@ from ostinato import build
 from ostinato.errors import BadInput, BadOption, HardwareCannot
 from ostinato.options import Rule, Sampling
 from ostinato.text import automaton, channels
-from ostinato.text.automaton import MAX_DEPTH, MAX_MS, SOURCES, Automaton, AutomatonMatcher, GrammarMasks, of_rule
+from ostinato.text.automaton import MAX_MS, Automaton, AutomatonMatcher, GrammarMasks, of_rule
 from ostinato.text.folder import tokenizer_from_folder
 from ostinato.text.grammar import as_lark, check_multiples
 from ostinato.text.json_formats import PATTERNS
@@ -31,6 +31,8 @@ from ostinato.text.program import Program
 from ostinato.text.reasoning import _CHANNELS, _MARKS, Channels, Reasoning
 from ostinato.text.schema import FORMATS, followable
 from ostinato.text.tools import _SHAPES, Tool, ToolFormat
+from ostinato.text.walk import FOLDER as WALK
+from ostinato.text.walk import MAX_DEPTH
 from tests.counts import soak, soaking
 from tests.models import tiny_text
 from tests.text.oracle import Vocabulary, ids, schema_rule, vocabulary, vocabulary_of
@@ -561,7 +563,7 @@ def test_a_regex_stands_in_lark_as_llguidance_would_write_it(pattern: str) -> No
 
 
 def test_the_header_and_python_agree_on_the_layout() -> None:
-    text = (SOURCES / "grammar_walk.h").read_text()
+    text = (WALK / "grammar_walk.h").read_text()
     enums = {
         name: re.findall(r"\b[A-Z_]+\b(?=\s*[,}\n/])", body)
         for name, body in re.findall(r"enum (\w+) \{(.*?)\}", text, re.DOTALL)
@@ -594,7 +596,7 @@ extern "C" __global__ void advance(const int* automaton, const int* vocabulary, 
   *ended = grammar::ends(automaton, walk);
 }
 """
-    headers = {"grammar_walk.h": (SOURCES / "grammar_walk.h").read_text()}
+    headers = {"grammar_walk.h": (WALK / "grammar_walk.h").read_text()}
     try:
         assert build.cubin(kernel, "find.cu", arch="sm_90", headers=headers).startswith(b"\x7fELF")
     except HardwareCannot as error:

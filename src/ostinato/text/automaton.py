@@ -1,6 +1,6 @@
 """Automata: a grammar compiled once, and the tokens that may come next at any position in it.
 
-The compiler and the walk are C++ (`src/automaton.cpp`, `src/grammar_walk.h`); here they are opened and given Python's
+The compiler and the walk are C++ (`src/automaton.cpp`, `walk/grammar_walk.h`); here they are opened and given Python's
 names. `BadOption` says what the compiler cannot take. The layout of an automaton is told in docs/structured.md.
 """
 
@@ -14,7 +14,6 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
-from weakref import finalize
 
 import numpy as np
 
@@ -28,12 +27,12 @@ from ostinato.text.lark import lark_node
 from ostinato.text.program import Program
 from ostinato.text.schema import followable
 from ostinato.text.schema_program import ascii_classes, schema_node
+from ostinato.text.walk import FOLDER as WALK
+from ostinato.text.walk import POSITION_WORDS
 
 SOURCES: Final = Path(__file__).parent / "src"
 SOURCE: Final = "automaton.cpp"
 BUILT: Final = Path(__file__).parent / "built"  # a wheel's object
-MAX_DEPTH: Final = 64
-POSITION_WORDS: Final = 3 + 2 * MAX_DEPTH
 MAX_STATES: Final = 32_768
 MAX_WORDS: Final = 1 << 20  # four megabytes
 MAX_MS: Final = 500
@@ -41,12 +40,13 @@ MOST_KEPT: Final = 64  # masks of one grammar
 
 _HEADER_WORDS, _HEADER_STATES, _HEADER_DEPTH = 1, 2, 7
 _VOCABULARY_WORDS, _VOCABULARY_LONGEST = 1, 4
+_KEPT_N = 1
 
 
 @cache
 def library() -> ctypes.CDLL:
     """The compiler and the walk, from the wheel or compiled once; HardwareCannot where neither can be had."""
-    texts = sources(SOURCES)
+    texts = sources(SOURCES, WALK)
     found, _ = prebuilt(BUILT / "automaton.so", sum_of(texts, ()))
     try:
         opened = None if found is None else ctypes.CDLL(str(found))
@@ -55,7 +55,6 @@ def library() -> ctypes.CDLL:
     if opened is None:
         main = texts.pop(SOURCE)
         opened = ctypes.CDLL(str(build.shared_object(main, SOURCE, headers=texts)))
-    opened.grammar_masks.restype = ctypes.c_void_p
     opened.grammar_vocabulary.restype = ctypes.POINTER(ctypes.c_int)
     return opened
 
@@ -198,6 +197,11 @@ class Trie:
         self.longest = int(self.words[_VOCABULARY_LONGEST])
 
 
+def kept_words(n_words: int, most: int = MOST_KEPT) -> int:
+    """Words of memory for so many kept masks of `n_words` words each."""
+    return int(library().grammar_kept_words(n_words, most))
+
+
 class GrammarMasks:
     """The masks of one automaton over one vocabulary; those that take long to compute are kept. Safe to use from many
     threads."""
@@ -205,14 +209,14 @@ class GrammarMasks:
     def __init__(self, automaton: Automaton, trie: Trie, n_ids: int, *, most_kept: int = MOST_KEPT) -> None:
         self.automaton, self.trie = automaton, trie
         self.n_words = -(-n_ids // 32)
-        self.n_kept = 0
         self._lock = Lock()
-        opened = library()
-        made = opened.grammar_masks(_words(automaton.words), _words(trie.words), self.n_words, most_kept)
-        if not made:
-            raise MemoryError("there is not enough memory for the masks of a grammar")
-        self._kept = ctypes.c_void_p(made)
-        finalize(self, opened.grammar_masks_free, self._kept)
+        self._kept = np.zeros(kept_words(self.n_words, most_kept), np.int32)
+        library().grammar_begin_kept(_words(self._kept), self.n_words, most_kept)
+
+    @property
+    def n_kept(self) -> int:
+        """How many masks are kept now."""
+        return int(self._kept[_KEPT_N])
 
     def begin(self) -> np.ndarray:
         """The first position: state, counter, depth, and two words for each open call."""
@@ -238,9 +242,9 @@ class GrammarMasks:
         """The tokens that may come next except end tokens, int32 words, the caller's own."""
         bits = np.zeros(self.n_words, np.int32)
         with self._lock:
-            self.n_kept = library().grammar_mask(self._kept, _words(position), _words(bits), self.n_words)
-        if self.n_kept < 0:
-            raise MemoryError("there is not enough memory for the masks of a grammar")
+            library().grammar_mask(
+                _words(self.automaton.words), _words(self.trie.words), _words(self._kept), _words(position), _words(bits)
+            )
         return bits
 
 

@@ -23,9 +23,10 @@ from ostinato.extras import missing
 from ostinato.files.objects import UNIT, prebuilt, sources, sum_of
 from ostinato.loop.sources import FOLDER as LOOP_SOURCES
 from ostinato.options import Talk
+from ostinato.text.walk import FOLDER as WALK
 
 # The backend's own sources, and the headers that all backends share.
-FOLDERS: Final = (Path(__file__).parent / "src", LOOP_SOURCES)
+FOLDERS: Final = (Path(__file__).parent / "src", LOOP_SOURCES, WALK)
 BUILT: Final = Path(__file__).parent / "built"  # a wheel's objects
 # What compiling takes on two cores at the first use of a checkout, for the message; zig makes its C++ library first.
 COMPILE_S: Final = 6

@@ -8,6 +8,7 @@
 #include <climits>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <new>
 
 #include "expressions.h"
@@ -668,22 +669,19 @@ int grammar_ends(const int* a, const int* position) {
   return ends(a, w);
 }
 
-// Masks that are kept; the arrays must outlive them. Null if there is no memory.
-void* grammar_masks(const int* a, const int* v, int n_words, int most) {
-  return new (std::nothrow) MaskCache(a, v, n_words, most);
-}
+// Words of memory for kept masks, and that memory before its first mask.
+int grammar_kept_words(int n_words, int most) { return kept_words(n_words, most); }
+void grammar_begin_kept(int* kept, int n_words, int most) { begin_kept(kept, n_words, most); }
 
-void grammar_masks_free(void* masks) { delete static_cast<MaskCache*>(masks); }
-
-// Copies the mask of a position; how many masks are kept now, or -1 if there is no memory.
-int grammar_mask(void* masks, const int* position, unsigned* bits, int n_words) {
-  try {
-    MaskCache& cache = *static_cast<MaskCache*>(masks);
-    std::memcpy(bits, cache.find(position), size_t(n_words) * sizeof(unsigned));
-    return cache.size();
-  } catch (const std::exception&) {
-    return -1;
+// The mask of a position, from those that are kept, or by a walk.
+void grammar_mask(const int* a, const int* v, int* kept, const int* position, unsigned* bits) {
+  int n_words = kept[KEPT_BITS], visited = 0;
+  if (const unsigned* found = find_kept(a, v, kept, position)) {
+    std::memcpy(bits, found, size_t(n_words) * sizeof(unsigned));
+    return;
   }
+  int lowest = find_mask(a, v, position, bits, n_words, &visited);
+  if (visited >= LONG_WALK) keep(a, v, kept, position, lowest, bits);
 }
 
 }  // extern "C"

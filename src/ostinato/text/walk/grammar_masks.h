@@ -1,0 +1,108 @@
+// Masks that are kept: of one automaton over one vocabulary, in plain memory.
+//
+// A mask depends on the state, on a counter that a token can bring to its limit, and on the entries of the stack that
+// the walk looked at. Most states allow few tokens, and their walk is shorter than a search of many kept masks; inside
+// of strings nearly every token is allowed, and such masks are few. The memory holds indices and no addresses, so that
+// it may lie beside its automaton wherever that is. One thread at a time may call `find_kept` or `keep`.
+#ifndef OSTINATO_GRAMMAR_MASKS_H
+#define OSTINATO_GRAMMAR_MASKS_H
+
+#include "grammar_walk.h"
+
+namespace grammar {
+
+constexpr int LONG_WALK = 1024;  // nodes of the trie; some 20 microseconds: masks of shorter walks are not kept
+
+// The first words of the memory; the masks follow.
+enum KeptWord {
+  KEPT_MOST,   // how many masks there is room for
+  KEPT_N,      // how many there are
+  KEPT_BITS,   // words of one mask
+  KEPT_CLOCK,  // counts uses
+  KEPT_SIZE
+};
+
+// A kept mask: its state, how many entries of the stack it depends on, when it was last used, what else it depends on,
+// and then its bits. The key is the counter near its limit, the depth near its limit, and two words for each entry.
+enum MaskWord { MASK_STATE, MASK_BELOW, MASK_USED, MASK_KEY, MASK_BITS = MASK_KEY + 2 + 2 * MAX_DEPTH };
+
+GRAMMAR_FUNCTION int* kept_mask(int* kept, int place) {
+  return kept + KEPT_SIZE + place * (MASK_BITS + kept[KEPT_BITS]);
+}
+
+// Words of memory for so many masks of `n_words` words.
+GRAMMAR_FUNCTION int kept_words(int n_words, int most) { return KEPT_SIZE + most * (MASK_BITS + n_words); }
+
+GRAMMAR_FUNCTION void begin_kept(int* kept, int n_words, int most) {
+  kept[KEPT_MOST] = most;
+  kept[KEPT_N] = 0;
+  kept[KEPT_BITS] = n_words;
+  kept[KEPT_CLOCK] = 0;
+}
+
+// A counter, or -1 where no token can bring it to its limit.
+GRAMMAR_FUNCTION int near_limit(const int* a, const int* v, int state, int counter) {
+  int limit = state_at(a, state)[STATE_LIMIT];
+  return limit && limit - counter <= v[VOCABULARY_LONGEST] ? counter : -1;
+}
+
+// The depth, or -1 where no token can fill the stack.
+GRAMMAR_FUNCTION int near_full(const int* v, int depth) { return depth + v[VOCABULARY_LONGEST] > MAX_DEPTH ? depth : -1; }
+
+// Whether a mask is that of a position; where it is not yet (`set`), write its key so.
+GRAMMAR_FUNCTION bool match_key(const int* a, const int* v, int* mask, const int* position, bool set) {
+  int depth = position[POSITION_DEPTH], below = mask[MASK_BELOW];
+  if (below > depth) return false;
+  int* key = mask + MASK_KEY;
+  for (int i = -1; i < below; ++i, key += 2) {
+    int at = POSITION_STACK + 2 * (depth - below + i), back, count;
+    if (i < 0) {
+      back = near_limit(a, v, position[POSITION_STATE], position[POSITION_COUNTER]);
+      count = near_full(v, depth);
+    } else {
+      back = position[at];
+      count = near_limit(a, v, back >> 2, position[at + 1]);
+    }
+    if (set) {
+      key[0] = back;
+      key[1] = count;
+    } else if (key[0] != back || key[1] != count) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// The kept mask of a position, or null.
+GRAMMAR_FUNCTION const unsigned* find_kept(const int* a, const int* v, int* kept, const int* position) {
+  for (int place = 0; place < kept[KEPT_N]; ++place) {
+    int* mask = kept_mask(kept, place);
+    if (mask[MASK_STATE] != position[POSITION_STATE] || !match_key(a, v, mask, position, false)) continue;
+    mask[MASK_USED] = ++kept[KEPT_CLOCK];
+    return reinterpret_cast<const unsigned*>(mask + MASK_BITS);
+  }
+  return nullptr;
+}
+
+// Keep a mask that `find_mask` found, in place of the one that was used least recently where there is no more room.
+// `lowest`: what `find_mask` returned.
+GRAMMAR_FUNCTION void keep(const int* a, const int* v, int* kept, const int* position, int lowest, const unsigned* bits) {
+  if (kept[KEPT_MOST] == 0 || find_kept(a, v, kept, position)) return;  // another thread may have kept it
+  int place = kept[KEPT_N] < kept[KEPT_MOST] ? kept[KEPT_N]++ : 0;
+  if (place == 0) {
+    for (int i = 1; i < kept[KEPT_N]; ++i) {
+      int age = kept[KEPT_CLOCK] - kept_mask(kept, i)[MASK_USED];
+      if (age > kept[KEPT_CLOCK] - kept_mask(kept, place)[MASK_USED]) place = i;
+    }
+  }
+  int* mask = kept_mask(kept, place);
+  mask[MASK_STATE] = position[POSITION_STATE];
+  mask[MASK_BELOW] = position[POSITION_DEPTH] - lowest;
+  mask[MASK_USED] = ++kept[KEPT_CLOCK];
+  match_key(a, v, mask, position, true);
+  for (int word = 0; word < kept[KEPT_BITS]; ++word) mask[MASK_BITS + word] = int(bits[word]);
+}
+
+}  // namespace grammar
+
+#endif
