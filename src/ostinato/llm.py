@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Never, Self, TypeAlias, Unpack, overload
 
@@ -70,7 +71,6 @@ from ostinato.options import (
     loads,
 )
 from ostinato.processes import OpenedHere
-from ostinato.text.grammar import Grammars
 from ostinato.text.of_checkpoint import template_of, tokenizer_of
 from ostinato.text.reasoning import Channels, Reasoning
 from ostinato.text.retrieval import forms_of
@@ -79,6 +79,9 @@ from ostinato.text.template import ChatTemplate
 if TYPE_CHECKING:
     from ostinato.decoder.cells.decoder import Decoder
     from ostinato.decoder.cells.text_encoder import TextEncoder
+    from ostinato.engine.constraint import Constrain
+    from ostinato.text.matchers import Matchers
+    from ostinato.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int]
 # A conversation: its messages, one message alone, or a text that is one message of the user.
@@ -184,7 +187,7 @@ class LLM:
             texts.result()
         self.defaults = default_sampling(checkpoint)
         ends, n_tokens = self.tokenizer.eog_ids, self.tokenizer.vocab_size
-        constrain = Grammars(self.tokenizer, shape.vocab).matcher
+        constrain = _constrain(self.tokenizer, shape.vocab)
         self._loop_engine = (
             Engine(model, settled, eog_ids=ends, n_tokens=n_tokens, queue=self._options.queue, constrain=constrain)
             if shape.causal or backend_of(settled).opens_encoders
@@ -905,6 +908,18 @@ class LLM:
         finally:
             for _, answer in running.values():
                 answer.source.cancel()
+
+
+def _constrain(tokenizer: Tokenizer, n_ids: int) -> Constrain:
+    """Makes constraints of answers; what compiles them is imported when the first one is asked for."""
+
+    @cache
+    def matchers() -> Matchers:
+        from ostinato.text.matchers import Matchers
+
+        return Matchers(tokenizer, n_ids)
+
+    return lambda sampling: matchers().matcher(sampling)
 
 
 def _told(ids: Sequence[int], found: TextLogprobs) -> tuple[TokenLogprob, ...]:

@@ -18,7 +18,7 @@ from ostinato.engine.constraint import Constraint
 from ostinato.engine.engine import Engine
 from ostinato.engine.request import Request
 from ostinato.errors import BadInput, InternalError, Unsupported
-from ostinato.loop.host import bits_of
+from ostinato.loop.layout import bits_of
 from ostinato.options import Sampling
 from tests.engine.opened import DEADLINE_S, alone, bits, ids, open_engine, prompt, sampling, until
 

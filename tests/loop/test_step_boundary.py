@@ -650,6 +650,7 @@ class Script:
             "n_logprobs": int(rng.integers(0, 3)),
             "n_stop": int(rng.integers(0, 3)),
             "constrained": int(rng.random() < 0.2),
+            "grammar": 0,  # tests/engine/test_grammars.py has slots under grammars
             "penalised": int(rng.integers(0, 2)),
         }
         for name, value in values.items():

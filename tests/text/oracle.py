@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.options import Rule
 from ostinato.text.automaton import Automaton, GrammarMasks, Trie
-from ostinato.text.grammar import COMPACT, _limits, _TokenTable, as_lark
+from ostinato.text.grammar import COMPACT, TokenTable, _limits, as_lark
 from ostinato.text.schema import followable
 from ostinato.text.tokenizer import Tokenizer, tokenizer_from_gguf
 
@@ -61,7 +61,7 @@ def vocabulary_of(file: Path, special: int = 0) -> Vocabulary:
 
 def vocabulary(tokenizer: Tokenizer, special: int = 0) -> Vocabulary:
     ends = sorted(tokenizer.eog_ids)
-    table = _TokenTable(tokenizer, ends[0])
+    table = TokenTable(tokenizer, ends[0])
     for id in range(special):
         table.tokens[id] = f"<special {id}>".encode()
         table.special_token_ids.append(id)

@@ -569,7 +569,7 @@ def test_the_header_and_python_agree_on_the_layout() -> None:
         for name, body in re.findall(r"enum (\w+) \{(.*?)\}", text, re.DOTALL)
     }
     header = enums["HeaderWord"]
-    assert header.index("HEADER_WORDS") == automaton._HEADER_WORDS
+    assert header.index("HEADER_WORDS") == automaton.AUTOMATON_WORDS
     assert header.index("HEADER_STATES") == automaton._HEADER_STATES
     assert header.index("HEADER_DEPTH") == automaton._HEADER_DEPTH
     assert enums["VocabularyWord"].index("VOCABULARY_WORDS") == automaton._VOCABULARY_WORDS

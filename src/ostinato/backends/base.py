@@ -203,6 +203,7 @@ class Settled:
     activations: Activations = "wide"  # of the native loop and of the persistent kernel
     prompts: PromptWeights = "plain"  # what they read
     threads: int | None = None  # on the CPU; None on a GPU
+    grammar_bytes: int = 0  # of the memory from which the loop reads grammars; 0 where the host follows them
     other_sums: str | None = None  # what this chip sums to other bits than where kernels were tuned
     why_not: tuple[str, ...] = ()  # for each mode above this one, its name and why it does not run
     fallback: str | None = None  # the mode that takes its place, once, where it cannot be built (E-57)

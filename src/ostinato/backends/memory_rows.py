@@ -38,6 +38,7 @@ def shared_rows(shape: Shape, settled: Settled) -> tuple[MemoryRow, ...]:
         MemoryRow("slot table", arena_bytes(layout.table_fields)),
         MemoryRow("admissions", arena_bytes(layout.admission_fields), on_host=on_host),
         MemoryRow("rings", arena_bytes(layout.ring_fields), on_host=on_host),
+        MemoryRow("grammars (at most)", settled.grammar_bytes, on_demand=True),
     )
 
 

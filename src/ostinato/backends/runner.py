@@ -15,6 +15,7 @@ import numpy as np
 
 from ostinato.backends.base import Chunks, SequenceCopy, Settled
 from ostinato.files.unpack import Floats
+from ostinato.loop.grammars import GrammarMemory
 from ostinato.loop.guard import Guard, chain_of
 from ostinato.loop.host import HostSide
 from ostinato.loop.layout import OUTBOX_ENTRIES, Layout, Tables
@@ -92,7 +93,7 @@ class Runner:
 
     def _tables(self, layout: Layout) -> Tables:
         """The loop's tables, zeroed, as memory of the kind that its plan reads."""
-        return Tables.of(layout)
+        return Tables.of(layout, self.settled.grammar_bytes)
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
         """The plan, the start of the settled mode, not built yet, and what runs chunks."""
@@ -114,6 +115,11 @@ class Runner:
         return threading.Event()
 
     # The same for every backend
+
+    @property
+    def grammars(self) -> GrammarMemory | None:
+        """Where the loop reads the grammars that it follows; None where it follows none."""
+        return self.tables.grammars
 
     @property
     def why_not(self) -> tuple[str, ...]:

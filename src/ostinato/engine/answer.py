@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ostinato.engine.request import FinishReason, HeldSequence, Request, Token
+from ostinato.engine.request import FinishReason, GrammarPath, HeldSequence, Request, Token
 from ostinato.options import Sampling
 from ostinato.text.answer import Parser
 from ostinato.text.stream import TextStream
@@ -31,8 +31,10 @@ class Timings:
         first_token_s: from the request to its first token, the wait in the queue included.
         decode_s: all tokens after the first.
         decode_tok_s: their pace in tokens per second; None for an answer of one token.
-        mask_s: the part of `decode_s` spent waiting for the host, which computes after each token which tokens a schema
-            or a grammar allows next.
+        mask_s: the part of `decode_s` spent waiting for the host, where it computes after each token which tokens a
+            schema or a grammar allows next.
+        grammar: who follows the schema or grammar: `device`, `device+stack` (for values that nest) or `host`; None
+            without one.
     """
 
     load_s: float
@@ -42,6 +44,7 @@ class Timings:
     decode_s: float
     decode_tok_s: float | None
     mask_s: float = 0.0
+    grammar: GrammarPath | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +242,7 @@ class Answer:
                 decode_s=seconds,
                 decode_tok_s=n_more / seconds if n_more and seconds > 0 else None,
                 mask_s=source.mask_s,
+                grammar=source.grammar,
             ),
             seed=sampling.seed,
             cached_tokens=source.cached_tokens,

@@ -32,6 +32,7 @@ from ostinato.engine.memory_plan import LEAST_CONTEXT, USABLE_SHARE, MemoryPlan
 from ostinato.engine.verified import NEED_VERIFICATION
 from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
 from ostinato.extras import check_extra
+from ostinato.loop.grammars import GRAMMAR_BYTES
 from ostinato.models.header import HeaderTensors, tensors_in, tensors_of
 from ostinato.models.registry import describe, why_left_out
 from ostinato.options import MODES, Activations, DType, KVType, LoadOptions, Talk
@@ -46,6 +47,7 @@ DENSE: Final = {"F32", "F16", "BF16"}
 HELD: Final = "another engine of this process has it, and it fills the card"
 UNVERIFIED: Final = "not chosen by auto until `ostinato verify --mode {mode} MODEL` has passed on this card"
 NO_ROOM: Final = "its tape and a context do not fit, not even with prompts that read the tape (--prompts tape)"
+GRAMMAR_SHARE: Final = 32  # of free memory: one part in so many is for grammars
 OWN_BYTES: Final = 1 << 30  # of a GPU's memory that are in use with no other process: its context, and a desktop's
 ROOM_CONTEXT: Final = 16_384  # with which `auto` has prompts read the tape, where no context was asked for
 
@@ -256,6 +258,7 @@ def _draft(backend: Backend, mode: str, case: LoadCase) -> Settled:
         weights=backend.layout(case.shape, options, machine.kind),
         activations=options.activations,
         threads=options.threads or (default_threads() if machine.kind == "cpu" else None),
+        grammar_bytes=grammar_bytes(machine) if case.shape.causal else 0,
     )
     return replace(
         settled,
@@ -265,6 +268,12 @@ def _draft(backend: Backend, mode: str, case: LoadCase) -> Settled:
 
 
 # What memory allows
+
+
+def grammar_bytes(machine: Machine) -> int:
+    """Of the memory from which loops on the CPU read grammars: a small share of what is free, and no more than so many
+    schemas of ordinary size take."""
+    return min(GRAMMAR_BYTES, machine.free_bytes // GRAMMAR_SHARE) if machine.kind == "cpu" else 0
 
 
 def fit(settled: Settled, case: LoadCase, talk: Talk) -> Settled:

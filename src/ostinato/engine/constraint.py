@@ -1,7 +1,8 @@
-"""Constrained answers: threads beside the engine's own compute which tokens may come next.
+"""Constrained answers: what a loop follows by itself, and what threads beside the engine's own compute for it.
 
-A slot under a constraint waits after every token for its mask; all other slots continue, so a slow grammar delays only
-its own request. `text/grammar.py` computes the bits.
+Where a loop has memory for grammars and a constraint is an automaton, the loop follows it. Otherwise a slot under a
+constraint waits after every token for its mask; all other slots continue, so a slow grammar delays only its own
+request. `text/matchers.py` makes constraints.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from ostinato.errors import InternalError, OstinatoError
+from ostinato.loop.grammars import CompiledGrammar
 from ostinato.options import Sampling
 
 # More than the work needs: while three threads compute slow grammars, the fourth still serves the other slots.
@@ -33,6 +35,18 @@ class Constraint(Protocol):
 
 
 Constrain = Callable[[Sampling], Constraint | None]
+
+
+def compiled_grammar(constraint: Constraint) -> CompiledGrammar | None:
+    """A constraint before its first token in the form that loops follow; None where it has no such form."""
+    from ostinato.text.automaton import AutomatonMatcher
+
+    if not isinstance(constraint, AutomatonMatcher):
+        return None
+    return CompiledGrammar(
+        constraint.rule, constraint.automaton, constraint.trie, constraint.min_tokens, constraint.ignores_ends
+    )
+
 
 Owner = TypeVar("Owner")
 

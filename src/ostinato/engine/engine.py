@@ -122,10 +122,11 @@ class Engine:
                 raise Unsupported("this engine knows no text, so its answers cannot follow a schema or a grammar")
             constraint = self._constrain(sampling)
         ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eog_ids)
+        first = frozenset[int]()
         if constraint is not None:
-            ends |= constraint.ends  # its masks decide where an answer may end, so min_tokens does not apply
+            first = constraint.ends  # its masks decide where an answer may end, so min_tokens does not apply
             sampling = replace(sampling, min_tokens=0)
-        stop_ids = tuple(sorted(ends))
+        stop_ids = (*sorted(first), *sorted(ends - first))
         self._runner.host.check(sampling, stop_ids)
         room = self.context - len(prompt)
         most = min(room, sampling.max_tokens or room)

@@ -70,6 +70,8 @@ class Cancelled(NamedTuple):
     """The end of a request that was cancelled: no token comes with it."""
 
 
+# A constraint is followed by the loop, by the loop with a stack of open calls, or by the host.
+GrammarPath: TypeAlias = Literal["device", "device+stack", "host"]
 RequestMessage: TypeAlias = Token | Cancelled | Exception
 
 
@@ -77,7 +79,8 @@ RequestMessage: TypeAlias = Token | Cancelled | Exception
 class RequestSpec:
     """A checked request: at most `most` tokens, ended by any of `stop_ids`.
 
-    `constraint` is what the answer must follow; it belongs to this request alone. `resume`: continue the sequence that
+    `constraint` is what the answer must follow; it belongs to this request alone, and its ends are the first of
+    `stop_ids`. `resume`: continue the sequence that
     was kept last, as far as both begin alike; `keep`: keep this sequence afterwards, until its pages are needed.
     `rope_set`: of the frequencies that rotate the whole sequence.
     """
@@ -150,7 +153,8 @@ class Request:
         self.prefill_began: float | None = None
         self.prefill_ended: float | None = None
         self.first_token: float | None = None
-        self.mask_s = 0.0  # seconds that its tokens waited for masks; 0 without a constraint
+        self.grammar: GrammarPath | None = None  # who follows its constraint; None without one, and before admission
+        self.mask_s = 0.0  # seconds that its tokens waited for the host's masks
         self.finish_reason: EndReason | None = None
         self.error: Exception | None = None
         self._cancel = cancel

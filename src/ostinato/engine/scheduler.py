@@ -24,15 +24,17 @@ from ostinato.cache.snapshots import StateSnapshots
 from ostinato.decoder.flow import PagedFlow, PendingChunk
 from ostinato.decoder.paged import PagedSequence, PagedSequences
 from ostinato.engine.active_work import ActiveWork
-from ostinato.engine.constraint import Masks
+from ostinato.engine.constraint import Constraint, Masks, compiled_grammar
 from ostinato.engine.queue import RequestQueue
 from ostinato.engine.request import FinishReason, Request, Token
 from ostinato.engine.stats import GapMeter, SlotView
 from ostinato.engine.work import Work
 from ostinato.errors import BadInput, DecodeInvariantError, EngineDead, InternalError, OstinatoError
+from ostinato.loop.grammars import StagedGrammar
 from ostinato.loop.host import Admission, OutEntry
 from ostinato.loop.layout import Finish, Word
 from ostinato.loop.mode import MUST_RESTART
+from ostinato.text.grammar import NO_TOKEN
 
 # How long to sleep beside a loop that cannot set the wake event, and beside one that sets it but may die silently.
 POLL_S: Final = 0.0005
@@ -58,6 +60,7 @@ class ActiveSequence:
     admit_queued: bool = False  # whether its ADMIT entry was sent to the inbox, or waits for room in it
     answer: list[int] = field(default_factory=list)  # its tokens, if the sequence is to be kept
     mask_asked_at: float = 0.0  # when a mask was last asked for, by the host's clock
+    grammar: int | None = None  # the region of its grammar, which the loop follows; leased
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,12 +206,13 @@ class Scheduler:
                 token = Token(entry.token, entry.logprob, entry.top, entry.position, entry.time_ns, reason)
                 if reason is not None:
                     self.n_ended[reason] += 1
-                if reason is None and request.spec.constraint is not None:
+                if reason is None and request.grammar == "host" and request.spec.constraint is not None:
                     sequence.mask_asked_at = time.perf_counter()
                     self._masks.compute(sequence, request.spec.constraint, entry.token)
                 request.put(token)
         if entry.finish is not Finish.NONE:
-            self._end(request)  # no effect if it has a finish reason
+            error = BadInput(NO_TOKEN) if entry.finish is Finish.GRAMMAR else None
+            self._end(request, error)  # no effect if it has a finish reason
             self._release(sequence)
 
     # Cancelling
@@ -298,6 +302,8 @@ class Scheduler:
             self._memory.keep(sequence.paged, (*sequence.paged.tokens, *sequence.answer[:-1]), sequence.last + 1)
         else:
             self._memory.close(sequence.paged)
+        if sequence.grammar is not None and self._runner.grammars is not None:
+            self._runner.grammars.release(sequence.grammar)
         self._slots[sequence.slot] = None
         del self._by_id[sequence.request.id]
         self._first_does_not_fit = False
@@ -435,6 +441,7 @@ class Scheduler:
 
     def _stage(self, sequence: ActiveSequence) -> None:
         spec, paged = sequence.request.spec, sequence.paged
+        staged = None if spec.constraint is None else self._stage_grammar(sequence, spec.constraint)
         admission = Admission(
             generation=sequence.generation,
             prompt=spec.prompt,
@@ -444,9 +451,21 @@ class Scheduler:
             sampling=spec.sampling,
             stop_ids=spec.stop_ids,
             mask=None if spec.constraint is None else spec.constraint.mask(),
+            grammar=staged,
             rope_set=spec.rope_set,
         )
         self._host.stage(sequence.slot, admission)
+
+    def _stage_grammar(self, sequence: ActiveSequence, constraint: Constraint) -> StagedGrammar | None:
+        """Place a constraint where the loop can follow it; None where the host computes its masks."""
+        memory, compiled = self._runner.grammars, compiled_grammar(constraint)
+        region = None if memory is None or compiled is None else memory.lease(compiled)
+        if compiled is None or region is None:
+            sequence.request.grammar = "host"
+            return None
+        sequence.grammar = region
+        sequence.request.grammar = "device" if compiled.automaton.depth == 0 else "device+stack"
+        return compiled.staged(region, len(constraint.ends))
 
     # Into the loop
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from ostinato.errors import BadInput
 from ostinato.loop.fence import fence
+from ostinato.loop.grammars import StagedGrammar
 from ostinato.loop.layout import (
     GRANT_PAGES,
     MAX_LOGIT_BIAS,
@@ -24,6 +25,7 @@ from ostinato.loop.layout import (
     OutboxWord,
     Tables,
     Word,
+    bits_of,
 )
 from ostinato.options import SAMPLING_NUMBERS, Sampling
 
@@ -54,7 +56,8 @@ class Admission:
     granted: int
     sampling: Sampling
     stop_ids: Sequence[int]
-    mask: np.ndarray | None = None  # of the first token; each later one waits for its own
+    mask: np.ndarray | None = None  # of the first token; each later one waits for its own, or comes from the grammar
+    grammar: StagedGrammar | None = None
     rope_set: int = 0
 
 
@@ -117,6 +120,7 @@ class HostSide:
             "constrained": admission.mask is not None,
             "penalised": penalised,
             "seed": s.seed,
+            **_grammar_numbers(admission.grammar),
         }
         for name, value in numbers.items():
             row[name][slot] = value
@@ -127,6 +131,8 @@ class HostSide:
             row["pages"][slot, group, : len(table)] = list(table)
         if admission.mask is not None:
             row["mask_bits"][slot] = admission.mask
+        if admission.grammar is not None:
+            row["grammar_position"][slot] = admission.grammar.position
         if penalised:
             row["prompt_bits"][slot] = bits_of(admission.prompt, self._layout.mask_words)
         self._n_top[slot] = numbers["n_logprobs"]
@@ -213,12 +219,12 @@ class HostSide:
         )
 
 
-def bits_of(ids: Iterable[int], n_words: int) -> np.ndarray:
-    """One bit for each id, int32 words.
-
-    >>> bits_of([0, 33], 2).tolist()
-    [1, 2]
-    """
-    flags = np.zeros(n_words * 32, np.uint8)
-    flags[np.fromiter(ids, np.int64)] = 1
-    return np.packbits(flags, bitorder="little").view(np.int32)
+def _grammar_numbers(grammar: StagedGrammar | None) -> dict[str, int]:
+    if grammar is None:
+        return dict.fromkeys(("grammar", "n_ends", "ends_from", "ends_ignored"), 0)
+    return {
+        "grammar": grammar.region,
+        "n_ends": grammar.n_ends,
+        "ends_from": grammar.min_tokens,
+        "ends_ignored": grammar.ignores_ends,
+    }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 from math import prod
@@ -22,8 +22,10 @@ from zlib import crc32
 import numpy as np
 
 from ostinato.errors import InternalError
+from ostinato.loop.grammars import GrammarMemory
 from ostinato.loop.memory import ALIGNMENT, address_of, host_zeros, read_only
 from ostinato.options import MAX_SLOTS, SAMPLING_NUMBERS
+from ostinato.text.walk import POSITION_WORDS
 
 MAX_STOP_IDS: Final = 16
 MAX_LOGIT_BIAS: Final = 512
@@ -57,6 +59,7 @@ class Finish(IntEnum):
     STOP = 1
     LENGTH = 2
     CANCELLED = 3
+    GRAMMAR = 4  # its grammar allows no token
 
 
 class InboxKind(IntEnum):
@@ -220,13 +223,22 @@ class Layout:
             ("n_logprobs", "int32", (n,)),
             ("n_stop", "int32", (n,)),
             ("n_bias", "int32", (n,)),
-            ("constrained", "int32", (n,)),  # 1: each token waits for a mask
+            (
+                "constrained",
+                "int32",
+                (n,),
+            ),  # 1: tokens are chosen under a mask; without a grammar each waits for one
+            ("grammar", "int32", (n,)),  # where it lies in the grammar memory, in words; 0: none
+            ("n_ends", "int32", (n,)),  # the first of `stop_ids`: tokens that end an answer where its grammar may end
+            ("ends_from", "int32", (n,)),  # tokens before which a grammar ends only where it must
+            ("ends_ignored", "int32", (n,)),  # 1: it always does so
             ("penalised", "int32", (n,)),  # 1: some penalty is on, and prompt_bits matter
             *((one.field, one.kind, (n,)) for one in SAMPLING_NUMBERS if one.kind == "float32"),
             ("seed", "int64", (n,)),
             ("stop_ids", "int32", (n, MAX_STOP_IDS)),
             ("bias_ids", "int32", (n, MAX_LOGIT_BIAS)),
             ("bias_values", "float32", (n, MAX_LOGIT_BIAS)),
+            ("grammar_position", "int32", (n, POSITION_WORDS)),
             ("pages", "int32", (n, self.n_groups, self.max_pages)),
             ("prompt_bits", "int32", (n, self.mask_words)),
             ("mask_bits", "int32", (n, self.mask_words)),  # 1: may be chosen
@@ -329,7 +341,8 @@ def words_header() -> str:
     """
     any_layout = Layout(1, 1, 1)
     lines = [*_HEADER, *_numbers(), f"#define MAX_SLOTS {MAX_SLOTS}"]
-    lines += ["struct View {", "    char *table, *admissions, *rings;", "    const long long* layout;", "};"]
+    lines += ["struct View {", "    char *table, *admissions, *rings;", "    const long long* layout;"]
+    lines += ["    int* grammars;  // the grammar memory", "};", "#define HAS_GRAMMARS 1"]
     lines.append(f"#define LAYOUT_MARK {_mark()}  // layout[0]: the words are those of this header")
     at = 1
     for name in any_layout._sizes(1):
@@ -352,18 +365,21 @@ class Tables:
     table: Arena
     admissions: Arena
     rings: Arena
+    grammars: GrammarMemory | None = None  # where the loop follows grammars
 
     @staticmethod
-    def of(layout: Layout) -> Tables:
-        """Zeroed arenas of the host's memory."""
-        return Tables.over(layout, [host_zeros((n_bytes,), np.uint8) for n_bytes in layout.n_bytes])
+    def of(layout: Layout, grammar_bytes: int = 0) -> Tables:
+        """Zeroed arenas of the host's memory, and memory for so many bytes of grammars."""
+        made = Tables.over(layout, [host_zeros((n_bytes,), np.uint8) for n_bytes in layout.n_bytes])
+        return replace(made, grammars=GrammarMemory(grammar_bytes, layout.mask_words)) if grammar_bytes else made
 
     @staticmethod
     def over(layout: Layout, memories: Iterable[Any], dtype_of: Callable[[Kind], Any] = np.dtype) -> Tables:
         """Arenas over zeroed memory that a backend supplies, of `Layout.n_bytes`: the table is in device memory, the
         others are where host and device both reach them."""
-        arenas = zip(layout.fields.values(), memories, strict=True)
-        return Tables(layout, *(Arena(fields, memory, dtype_of) for fields, memory in arenas))
+        placed = zip(layout.fields.values(), memories, strict=True)
+        table, admissions, rings = (Arena(fields, memory, dtype_of) for fields, memory in placed)
+        return Tables(layout, table, admissions, rings)
 
     @property
     def arenas(self) -> tuple[Arena, Arena, Arena]:
@@ -398,6 +414,17 @@ class SampledRows(NamedTuple):
         return SampledRows(*(table[name] for name in SampledRows._fields[:-1]))
 
 
+def bits_of(ids: Iterable[int], n_words: int) -> np.ndarray:
+    """One bit for each id, int32 words.
+
+    >>> bits_of([0, 33], 2).tolist()
+    [1, 2]
+    """
+    flags = np.zeros(n_words * 32, np.uint8)
+    flags[np.fromiter(ids, np.int64)] = 1
+    return np.packbits(flags, bitorder="little").view(np.int32)
+
+
 def arena_bytes(fields: Sequence[Field]) -> int:
     """The length of an arena of these fields, in bytes."""
     return _aligned(fields[-1].offset + fields[-1].n_bytes)
@@ -425,6 +452,7 @@ def _numbers() -> list[str]:
         "MAX_STOP_IDS": MAX_STOP_IDS,
         "MAX_LOGIT_BIAS": MAX_LOGIT_BIAS,
         "MAX_TOP": MAX_TOP,
+        "GRAMMAR_POSITION_WORDS": POSITION_WORDS,
         "N_WORDS": len(Word),
         "N_ADMISSION_FIELDS": len(Layout(1, 1, 1).admission_fields),
     }

@@ -11,6 +11,9 @@
 // needs before it stores anything: a load behind a store waits for it.
 #pragma once
 #include "layout.h"
+#if defined(HAS_GRAMMARS)
+#include "grammar_step.h"
+#endif
 
 #if defined(THREAD)  // defined by the including file
 #elif defined(__CUDACC__)
@@ -153,20 +156,24 @@ BOUNDARY_FN OutboxEntry entry_of(int slot, int generation, int token, int positi
     return entry;
 }
 
-// Make the sampled token the next one of a slot that has made `made` before; `position` is the token's own.
+// Make the sampled token the next one of a slot that has made `made` before; `position` is the token's own. Token -1
+// ends the slot: its grammar allows none.
 BOUNDARY_FN void commit(
     const View& view, long long head, long long now, int slot, int token, int logprob_bits, int position, int made
 ) {
     const int left = TABLE_left(view)[slot] - 1;
     const int generation = TABLE_generation(view)[slot];
     const int n_stop = TABLE_n_stop(view)[slot];
-    const bool constrained = TABLE_constrained(view)[slot];
-    const bool counted = TABLE_penalised(view)[slot] && token >= 0 && token < VOCAB(view);
+    const bool has_grammar = TABLE_grammar(view)[slot], penalised = TABLE_penalised(view)[slot];
+    const bool waits = TABLE_constrained(view)[slot] && !has_grammar;
     bool stops = false;
     UNROLLED for (int i = 0; i < MAX_STOP_IDS; ++i) {
         stops |= (TABLE_stop_ids(view)[slot * MAX_STOP_IDS + i] == token) & (i < n_stop);
     }
-    const int finish = stops ? FINISH_STOP : left <= 0 ? FINISH_LENGTH : FINISH_NONE;
+    int finish = token < 0 ? FINISH_GRAMMAR : stops ? FINISH_STOP : left <= 0 ? FINISH_LENGTH : FINISH_NONE;
+#if defined(HAS_GRAMMARS)
+    if (has_grammar && finish == FINISH_NONE && !follow_grammar(view, slot, token)) finish = FINISH_GRAMMAR, token = -1;
+#endif
 
     OutboxEntry entry = entry_of(slot, generation, token, position, finish, now);
     entry.words[OUTBOX_WORD_LOGPROB] = logprob_bits;
@@ -175,8 +182,9 @@ BOUNDARY_FN void commit(
     TABLE_position(view)[slot] = position;
     TABLE_made(view)[slot] = made + 1;
     TABLE_left(view)[slot] = left;
-    if (constrained) TABLE_mask_ready(view)[slot] = 0;
+    if (waits) TABLE_mask_ready(view)[slot] = 0;
     if (finish != FINISH_NONE) TABLE_state(view)[slot] = SLOT_STATE_FINISHED;
+    const bool counted = penalised && token >= 0 && token < VOCAB(view);
     if (counted) TABLE_counts(view)[(long long)slot * VOCAB(view) + token] += 1;
 }
 
@@ -347,7 +355,7 @@ BOUNDARY_FN void pause_and_wake(BoundaryState& boundary, const View& view) {
     FOR_EACH(slot, N_SLOTS(view)) {
         int state = TABLE_state(view)[slot];
         const bool unpaged = TABLE_position(view)[slot] >= TABLE_granted(view)[slot];
-        const bool unmasked = (TABLE_constrained(view)[slot] != 0) & !TABLE_mask_ready(view)[slot];
+        const bool unmasked = (TABLE_constrained(view)[slot] != 0) & !TABLE_mask_ready(view)[slot];  // no grammar's
         if (is_occupied(state)) {
             state = unpaged || unmasked ? SLOT_STATE_PAUSED : SLOT_STATE_LIVE;
             TABLE_state(view)[slot] = state;

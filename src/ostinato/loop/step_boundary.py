@@ -28,6 +28,7 @@ from ostinato.loop.layout import (
     SlotState,
     Tables,
     Word,
+    bits_of,
 )
 from ostinato.loop.sources import source
 
@@ -83,6 +84,7 @@ class StepBoundary:
         self._count_rows = table.host("counts")
         self._pages = table.host("pages")
         self._mask_bits = table.host("mask_bits")
+        self._grammars, self._grammar_positions = tables.grammars, table.host("grammar_position")
         self._admission_mask_bits = tables.admissions.host("mask_bits")
 
         self._words = rings.host("words")[:, 0].data
@@ -114,7 +116,9 @@ class StepBoundary:
                 ends = End.YIELD
             elif n_live == 0:
                 ends = End.IDLE
-        if ends is not None:
+        if ends is None:
+            self._find_allowed()
+        else:
             self._table.n_rows[0] = 0  # the step boundary of the next trigger must not commit this step again
 
         words[Word.OUTBOX_HEAD] = head
@@ -156,24 +160,30 @@ class StepBoundary:
         for row in range(n_rows):
             slot = table.row_slot[row]
             table.position[slot] += 1
+            if table.grammar[slot] and not self._mask_bits[slot].any():
+                table.chosen[row] = -1  # as the native loop's sampler leaves it
             self._commit(slot, self._step, row, head + row)
         return int(n_rows > 0), head + n_rows
 
     def _commit(self, slot: int, choices: _Choices, at: int, head: int) -> None:
         """Make the sampled token the slot's next token; the slot's position is already that of the token."""
         table, token = self._table, choices.token[at]
-        table.token[slot] = token
         table.made[slot] += 1
         table.left[slot] -= 1
-        if table.penalised[slot] and 0 <= token < self._layout.vocab:
-            table.counts[slot, token] += 1
-        if table.constrained[slot]:
+        if table.constrained[slot] and not table.grammar[slot]:
             table.mask_ready[slot] = 0
         finish = Finish.NONE
-        if any(table.stop_ids[slot, i] == token for i in range(table.n_stop[slot])):
+        if token < 0:
+            finish = Finish.GRAMMAR
+        elif any(table.stop_ids[slot, i] == token for i in range(table.n_stop[slot])):
             finish = Finish.STOP
         elif table.left[slot] <= 0:
             finish = Finish.LENGTH
+        elif table.grammar[slot] and not self._follow(slot, token):
+            finish, token = Finish.GRAMMAR, -1
+        table.token[slot] = token
+        if table.penalised[slot] and 0 <= token < self._layout.vocab:
+            table.counts[slot, token] += 1
         if finish:
             table.state[slot] = SlotState.FINISHED
         self._write(head, slot, token, finish, choices.logprob_bits[at])
@@ -181,6 +191,11 @@ class StepBoundary:
             place = head % self._layout.outbox_entries
             self._outbox_top_ids[place] = choices.top_ids[at]
             self._outbox_top_logprobs[place] = choices.top_logprobs[at]
+
+    def _follow(self, slot: int, token: int) -> bool:
+        """Advance the slot's position in its grammar; False where the token is not allowed."""
+        assert self._grammars is not None
+        return self._grammars.follow(self._table.grammar[slot], self._grammar_positions[slot], token)
 
     def _write(self, head: int, slot: int, token: int, finish: Finish, logprob_bits: int) -> None:
         place = head % self._layout.outbox_entries
@@ -255,6 +270,35 @@ class StepBoundary:
 
     def _room(self, head: int, read: int) -> int:
         return self._layout.outbox_entries - (head - read)
+
+    # --- grammars: the twin of grammar_step.h, whose masks are found when a step samples ---
+
+    def _find_allowed(self) -> None:
+        """Find the tokens that may come next in every row under a grammar."""
+        table = self._table
+        for row in range(table.n_rows[0]):
+            slot = table.row_slot[row]
+            if table.grammar[slot]:
+                assert self._grammars is not None
+                bits = self._mask_bits[slot]
+                if self._grammars.allowed(table.grammar[slot], self._grammar_positions[slot], bits):
+                    bits |= self._bits(slot, table.n_ends[slot])
+                self._leave_unwanted_ends(slot, bits)
+
+    def _leave_unwanted_ends(self, slot: int, bits: np.ndarray) -> None:
+        """Before the minimum length no stop id is allowed, and end tokens are not where they are ignored, unless
+        nothing else may come next."""
+        table = self._table
+        is_short = table.made[slot] < table.ends_from[slot]
+        n_unwanted = table.n_stop[slot] if is_short else table.n_ends[slot] if table.ends_ignored[slot] else 0
+        others = bits & ~self._bits(slot, n_unwanted)
+        if others.any():
+            bits[:] = others
+
+    def _bits(self, slot: int, n: int) -> np.ndarray:
+        """Of the first n stop ids of a slot."""
+        ids = (self._table.stop_ids[slot, i] for i in range(n))
+        return bits_of((id for id in ids if 0 <= id < 32 * self._layout.mask_words), self._layout.mask_words)
 
     # --- phases 3 and 4: which slots are in the next step ---
 

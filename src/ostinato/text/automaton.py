@@ -22,7 +22,7 @@ from ostinato.errors import BadInput, BadOption
 from ostinato.extras import check_structured_output
 from ostinato.files.objects import prebuilt, sources, sum_of
 from ostinato.options import Rule, Sampling
-from ostinato.text.grammar import COMPACT, EndRule, as_lark
+from ostinato.text.grammar import COMPACT, NO_TOKEN, EndRule, as_lark
 from ostinato.text.lark import lark_node
 from ostinato.text.program import Program
 from ostinato.text.schema import followable
@@ -38,7 +38,8 @@ MAX_WORDS: Final = 1 << 20  # four megabytes
 MAX_MS: Final = 500
 MOST_KEPT: Final = 64  # masks of one grammar
 
-_HEADER_WORDS, _HEADER_STATES, _HEADER_DEPTH = 1, 2, 7
+AUTOMATON_WORDS: Final = 1  # the word of an automaton that says how long it is
+_HEADER_STATES, _HEADER_DEPTH = 2, 7
 _VOCABULARY_WORDS, _VOCABULARY_LONGEST = 1, 4
 _KEPT_N = 1
 
@@ -94,7 +95,7 @@ def compiled(
     )
     if failed:
         raise BadOption(error.value.decode("utf-8", "replace"))
-    return Automaton(_taken(made, _HEADER_WORDS))
+    return Automaton(_taken(made, AUTOMATON_WORDS))
 
 
 def _taken(made: Any, words_at: int) -> np.ndarray:
@@ -197,9 +198,39 @@ class Trie:
         self.longest = int(self.words[_VOCABULARY_LONGEST])
 
 
+# Over words, wherever they lie: `a` begins with an automaton, `v` with a vocabulary
+
+
+def first_position(a: np.ndarray) -> np.ndarray:
+    """The position before the first token: state, counter, depth, and two words for each open call."""
+    position = np.zeros(POSITION_WORDS, np.int32)
+    library().grammar_begin(_words(a), _words(position))
+    return position
+
+
+def take_token(a: np.ndarray, v: np.ndarray, position: np.ndarray, token: int) -> bool:
+    """Advance a position by a token; False, and the position as it was, if it is not allowed."""
+    return bool(library().grammar_take(_words(a), _words(v), _words(position), token))
+
+
+def may_end(a: np.ndarray, position: np.ndarray) -> bool:
+    """Whether the text may end here."""
+    return bool(library().grammar_ends(_words(a), _words(position)))
+
+
 def kept_words(n_words: int, most: int = MOST_KEPT) -> int:
     """Words of memory for so many kept masks of `n_words` words each."""
     return int(library().grammar_kept_words(n_words, most))
+
+
+def begin_kept(kept: np.ndarray, n_words: int, most: int = MOST_KEPT) -> None:
+    """Make memory of `kept_words` ready for its first mask."""
+    library().grammar_begin_kept(_words(kept), n_words, most)
+
+
+def find_mask(a: np.ndarray, v: np.ndarray, kept: np.ndarray, position: np.ndarray, bits: np.ndarray) -> None:
+    """The tokens that may come next except end tokens, into `bits`; one thread at a time uses `kept`."""
+    library().grammar_mask(_words(a), _words(v), _words(kept), _words(position), _words(bits))
 
 
 class GrammarMasks:
@@ -211,7 +242,7 @@ class GrammarMasks:
         self.n_words = -(-n_ids // 32)
         self._lock = Lock()
         self._kept = np.zeros(kept_words(self.n_words, most_kept), np.int32)
-        library().grammar_begin_kept(_words(self._kept), self.n_words, most_kept)
+        begin_kept(self._kept, self.n_words, most_kept)
 
     @property
     def n_kept(self) -> int:
@@ -219,16 +250,12 @@ class GrammarMasks:
         return int(self._kept[_KEPT_N])
 
     def begin(self) -> np.ndarray:
-        """The first position: state, counter, depth, and two words for each open call."""
-        position = np.zeros(POSITION_WORDS, np.int32)
-        library().grammar_begin(_words(self.automaton.words), _words(position))
-        return position
+        """The position before the first token."""
+        return first_position(self.automaton.words)
 
     def take(self, position: np.ndarray, token: int) -> bool:
         """Advance a position by a token; False, and the position as it was, if it is not allowed."""
-        return bool(
-            library().grammar_take(_words(self.automaton.words), _words(self.trie.words), _words(position), token)
-        )
+        return take_token(self.automaton.words, self.trie.words, position, token)
 
     def take_bytes(self, position: np.ndarray, text: bytes) -> bool:
         a = _words(self.automaton.words)
@@ -236,38 +263,45 @@ class GrammarMasks:
 
     def ends(self, position: np.ndarray) -> bool:
         """Whether the text may end here."""
-        return bool(library().grammar_ends(_words(self.automaton.words), _words(position)))
+        return may_end(self.automaton.words, position)
 
     def mask(self, position: np.ndarray) -> np.ndarray:
         """The tokens that may come next except end tokens, int32 words, the caller's own."""
         bits = np.zeros(self.n_words, np.int32)
         with self._lock:
-            library().grammar_mask(
-                _words(self.automaton.words), _words(self.trie.words), _words(self._kept), _words(position), _words(bits)
-            )
+            find_mask(self.automaton.words, self.trie.words, self._kept, position, bits)
         return bits
 
 
 class AutomatonMatcher:
     """Follows one answer, token by token, as a `Matcher` does; one thread at a time. It is the twin of what a loop does
-    with an automaton."""
+    with an automaton, and what the host does where the loop does not."""
 
     def __init__(self, masks: GrammarMasks, ends: frozenset[int], sampling: Sampling) -> None:
-        """`ends`: the ids that end an answer."""
-        self.ends = ends
+        """`ends`: the ids that end an answer. The masks are those of the rule of `sampling`."""
+        self.ends, self.rule = ends, sampling.rule
+        self.min_tokens, self.ignores_ends = sampling.min_tokens, sampling.ignore_eos
         self._masks = masks
         self._position = masks.begin()
         self._n_made = 0
-        self._rule = EndRule(ends, sampling, masks.n_words)
+        self._end_rule = EndRule(ends, sampling, masks.n_words)
+
+    @property
+    def automaton(self) -> Automaton:
+        return self._masks.automaton
+
+    @property
+    def trie(self) -> Trie:
+        return self._masks.trie
 
     def mask(self) -> np.ndarray:
         """The tokens that may come next, int32 words, the caller's own; BadInput if there is none."""
         bits = self._masks.mask(self._position)
         if self._masks.ends(self._position):
-            bits |= self._rule.only_ends
+            bits |= self._end_rule.only_ends
         if not bits.any():
-            raise BadInput("the answer cannot go on: no token of this model may come next")
-        return self._rule.applied(bits, self._n_made)
+            raise BadInput(NO_TOKEN)
+        return self._end_rule.applied(bits, self._n_made)
 
     def take(self, token: int) -> None:
         """Advance by a token of the mask."""

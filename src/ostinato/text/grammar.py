@@ -26,6 +26,7 @@ from ostinato.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+NO_TOKEN: Final = "the answer cannot go on: no token of this model may come next"
 # A compiled grammar holds up to tens of megabytes; a client that sends the same schema again finds it here.
 KEPT: Final = 16
 # Numbers that must be multiples of something become automata with as many states as their least common multiple.
@@ -135,11 +136,11 @@ class Grammars:
 
         if not self._ends:
             raise Unsupported("this model has no token that ends an answer, so none can follow a schema or a grammar")
-        words = _TokenTable(self._tokenizer, min(self._ends))
+        words = TokenTable(self._tokenizer, min(self._ends))
         return LLTokenizer(TokenizerWrapper(words), n_vocab=len(words.tokens), eos_token=sorted(self._ends))
 
 
-class _TokenTable:
+class TokenTable:
     """A vocabulary by the names that llguidance asks for."""
 
     def __init__(self, tokenizer: Tokenizer, end: int) -> None:
@@ -166,20 +167,29 @@ _BREAK: Final = "\n"  # never part of a longer token in those vocabularies
 
 
 def _source(rule: Rule) -> str:
+    """A rule as llguidance reads it; a mask then names every token that may come next, as an automaton's does."""
     from llguidance import LLMatcher
 
     if rule.kind == "schema":
-        return LLMatcher.grammar_from_json_schema(_followable_text(rule.text), overrides=COMPACT)
-    if rule.kind == "grammar" and rule.text.startswith('{"grammars":'):
-        return rule.text  # llguidance's own form, for grammars made of several
-    return LLMatcher.grammar_from_lark(as_lark(rule))
+        return LLMatcher.grammar_from_lark(_unforced(f"start: %json {_followable_text(rule.text)}"))
+    if rule.kind == "grammar" and rule.text.startswith('{"grammars":'):  # llguidance's own form, for several grammars
+        several = json.loads(rule.text)
+        several["grammars"][0]["lark_grammar"] = _unforced(several["grammars"][0]["lark_grammar"])
+        return json.dumps(several)
+    return LLMatcher.grammar_from_lark(_unforced(as_lark(rule)))
+
+
+# Where a grammar leaves one text, llguidance would allow the tokens alone that its tokenizer writes that text with.
+_UNFORCED: Final = '%llguidance {"no_forcing": true}\n'
+
+
+def _unforced(lark: str) -> str:
+    return lark if "%llguidance" in lark else _UNFORCED + lark
 
 
 def _followable_text(schema: str) -> str:
-    if '"uniqueItems"' not in schema and '"format"' not in schema:
-        return schema
     try:
-        return json.dumps(followable(json.loads(schema)))
+        return json.dumps({**followable(json.loads(schema)), "x-guidance": COMPACT})
     except RecursionError:
         raise BadOption("it is nested too deep") from None
 
@@ -291,7 +301,7 @@ def _next_bits(inner: LLMatcher, n_words: int) -> np.ndarray:
     if inner.is_error():  # said after the bits were asked for too
         raise BadInput(f"the answer cannot go on: {_reason(inner.get_error())}")
     if not bits.any():
-        raise BadInput("the answer cannot go on: no token of this model may come next")
+        raise BadInput(NO_TOKEN)
     return bits
 
 

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from ostinato.backends.native.library import source
 from ostinato.build import shared_object
 from ostinato.errors import HardwareCannot
+from ostinato.files.objects import sources
 from ostinato.loop.layout import Layout, Tables, Word
+from ostinato.text.walk import FOLDER as WALK
 from tests.loop.test_step_boundary import (
     EPOCH,
     LAYOUTS,
@@ -37,13 +39,14 @@ class View(ctypes.Structure):
         ("admissions", ctypes.c_void_p),
         ("rings", ctypes.c_void_p),
         ("layout", ctypes.c_void_p),
+        ("grammars", ctypes.c_void_p),
     )
 
 
 @cache
 def boundary_library() -> ctypes.CDLL:
     code = Path(__file__).with_name("boundary_words.cpp").read_text()
-    headers = {name: source(name) for name in ("step_boundary.h", "layout.h")}
+    headers = {name: source(name) for name in ("step_boundary.h", "layout.h", "grammar_step.h")} | sources(WALK)
     flags = ("-std=c++17", "-O2", *os.environ.get("OSTINATO_CPU_FLAGS", "").split())
     return ctypes.CDLL(str(shared_object(code, "boundary_words.cpp", headers=headers, flags=flags)))
 

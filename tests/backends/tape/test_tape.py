@@ -19,8 +19,8 @@ from ostinato.backends.torch.model import Model
 from ostinato.engine.choose import settle_model
 from ostinato.engine.engine import Engine
 from ostinato.errors import EngineDead
-from ostinato.loop.host import Admission, bits_of
-from ostinato.loop.layout import End, Fault, Finish, SlotState, Word
+from ostinato.loop.host import Admission
+from ostinato.loop.layout import End, Fault, Finish, SlotState, Word, bits_of
 from ostinato.models.rope import Rope
 from ostinato.options import Sampling
 from tests.backends.tape.emulator import compiled

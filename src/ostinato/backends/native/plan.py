@@ -167,7 +167,7 @@ class OutputsStruct(Structure):
 
 
 class _NativeView(Structure):
-    _fields_ = tuple((name, c_void_p) for name in ("table", "admissions", "rings", "layout"))
+    _fields_ = tuple((name, c_void_p) for name in ("table", "admissions", "rings", "layout", "grammars"))
 
 
 class _Plan(Structure):
@@ -296,7 +296,11 @@ class NativeStep:
             raise InternalError("the model was packed for other activations than the loop is opened with")
         ropes, parts = list(model.frequencies), model.per_layer
         return _Plan(
-            view=_NativeView(*tables.addresses, kept.array(tables.layout.words(PAGE_TOKENS))),
+            view=_NativeView(
+                *tables.addresses,
+                kept.array(tables.layout.words(PAGE_TOKENS)),
+                None if tables.grammars is None else address_of(tables.grammars.words),
+            ),
             layers=kept.structs(_Layer, [self._layer(layer, shape, memory, ropes) for layer in model.layers]),
             ropes=kept.structs(_Rope, [self._rope(rope, model.frequencies[rope]) for rope in ropes]),
             norm=self._norm(model.norm),
@@ -589,6 +593,7 @@ def native_plan(model: ModelBlocks, memory: NativePages, tables: Tables, step: N
         Buffer.of("table", tables.table.memory),
         Buffer.of("admissions", tables.admissions.memory),
         Buffer.of("rings", tables.rings.memory),
+        *(() if tables.grammars is None else (Buffer.of("grammars", tables.grammars.words),)),
         Buffer.of("logits", step.logits),
         Buffer.of("last", step.last),
         Buffer.of("step.workspace", step.scratch),

@@ -118,7 +118,7 @@ class TensorRunner(Runner):
     def _tables(self, layout: Layout) -> Tables:
         from ostinato.backends.torch.tables import tensor_tables
 
-        return tensor_tables(layout, self.model.device)
+        return tensor_tables(layout, self.model.device, self.settled.grammar_bytes)
 
     def ranked(self, pooled: Floats) -> Floats:
         from ostinato.backends.torch.model import through_head

@@ -1,5 +1,7 @@
 """The tables of the loop as tensors: what plans and prompts in torch, and a GPU's kernels, are given."""
 
+from dataclasses import replace
+
 import torch
 
 from ostinato.backends.torch import read_only as read_only  # registers how tensors are shown to the host
@@ -7,10 +9,11 @@ from ostinato.backends.torch.allocate import pinned_zeros
 from ostinato.loop.layout import Kind, Layout, Tables
 
 
-def tensor_tables(layout: Layout, device: torch.device) -> Tables:
-    """Zeroed tables: the table on the device, admissions and rings where both sides reach them."""
+def tensor_tables(layout: Layout, device: torch.device, grammar_bytes: int = 0) -> Tables:
+    """Zeroed tables: the table on the device, admissions and rings where both sides reach them. On the CPU with memory
+    for so many bytes of grammars."""
     if device.type == "cpu":
-        return as_tensors(Tables.of(layout))
+        return as_tensors(Tables.of(layout, grammar_bytes))
     own, *mapped = layout.n_bytes
     table = torch.zeros(own, dtype=torch.uint8, device=device)
     pinned = [pinned_zeros((n_bytes,), torch.uint8, "the rings between host and GPU") for n_bytes in mapped]
@@ -19,7 +22,8 @@ def tensor_tables(layout: Layout, device: torch.device) -> Tables:
 
 def as_tensors(tables: Tables) -> Tables:
     """The same bytes of the host as tensors."""
-    return Tables.over(tables.layout, [torch.as_tensor(arena.memory) for arena in tables.arenas], dtype_of)
+    made = Tables.over(tables.layout, [torch.as_tensor(arena.memory) for arena in tables.arenas], dtype_of)
+    return replace(made, grammars=tables.grammars)
 
 
 def dtype_of(kind: Kind) -> torch.dtype:

@@ -7,6 +7,7 @@
 // step of one row has five barriers a layer. All memory is handed in when the loop is opened, and stays where it is.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstring>
 #include <unistd.h>
@@ -1332,17 +1333,33 @@ static inline size_t scratch_bytes(Plan plan) {
 
 // --- the loop: jobs for the team, and what Python calls ---
 
+// Held for a few copies: slots of one grammar share its kept masks.
+struct SpinLock {
+    std::atomic_flag held = ATOMIC_FLAG_INIT;
+    void lock() {
+        while (held.test_and_set(std::memory_order_acquire)) {}
+    }
+    void unlock() { held.clear(std::memory_order_release); }
+};
+
 struct Loop : ForwardPass {
     team::Team team;
+    SpinLock kept_masks;
 
     explicit Loop(const Plan& p) : ForwardPass(p), team(p.n_threads) {}
 
     void step(team::Member& m) {
         through(m);
         head(m, plan.logits);
-        for (int row = m.me; row < n_rows; row += m.n)
-            sample_row(plan.view, plan.logits + size_t(row) * plan.head.rows, row, slot_of(row), false, plan.n_tokens,
-                   own[m.me].sampler);
+        for (int row = m.me; row < n_rows; row += m.n) {
+            const int slot = slot_of(row);
+            if (TABLE_grammar(plan.view)[slot] && !find_allowed(plan.view, slot, kept_masks)) {
+                TABLE_chosen(plan.view)[row] = -1;
+                continue;
+            }
+            sample_row(plan.view, plan.logits + size_t(row) * plan.head.rows, row, slot, false, plan.n_tokens,
+                       own[m.me].sampler);
+        }
     }
 
     void first(team::Member& m) {

@@ -1,0 +1,58 @@
+"""What follows one answer under a constraint: an automaton of our own compiler, or llguidance where that refuses.
+
+A constraint is compiled when a request is made, and the last ones are kept. What neither can follow is refused with
+the reason.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+from typing import Final
+
+from ostinato.errors import BadOption, HardwareCannot, Unsupported
+from ostinato.extras import why_missing
+from ostinato.options import Rule, Sampling
+from ostinato.text.automaton import AutomatonMatcher, GrammarMasks, Trie, of_rule
+from ostinato.text.grammar import Grammars, Matcher, TokenTable, check_multiples
+from ostinato.text.tokenizer import Tokenizer
+
+KEPT: Final = 16  # automata with their masks, some hundred kilobytes each
+
+
+class Matchers:
+    """Makes matchers for one tokenizer; safe to use from many threads."""
+
+    def __init__(self, tokenizer: Tokenizer, n_ids: int) -> None:
+        """`n_ids`: how many ids the model has; a mask has a bit for each."""
+        self._tokenizer, self._n_ids = tokenizer, n_ids
+        self._ends = frozenset(id for id in tokenizer.eog_ids if id < n_ids)
+        self._compiled = lru_cache(KEPT)(self._compile)
+        self._fallback = Grammars(tokenizer, n_ids)
+
+    def matcher(self, sampling: Sampling) -> AutomatonMatcher | Matcher | None:
+        """The matcher for the constraint of `sampling`; None if there is none. BadOption if it cannot be followed."""
+        rule = sampling.rule
+        if rule is None:
+            return None
+        if not self._ends:
+            raise Unsupported("this model has no token that ends an answer, so none can follow a schema or a grammar")
+        compiled = self._compiled(rule)
+        if isinstance(compiled, GrammarMasks):
+            return AutomatonMatcher(compiled, self._ends, sampling)
+        if (why := why_missing("serve", f"{compiled}; following it otherwise", "llguidance")) is not None:
+            raise BadOption(f"this {rule.kind} cannot be followed: {why}")
+        return self._fallback.matcher(sampling)
+
+    def _compile(self, rule: Rule) -> GrammarMasks | str:
+        """The masks of a rule, or why our compiler cannot take it."""
+        try:
+            check_multiples(rule.text)
+            return GrammarMasks(of_rule(rule), self._trie, self._n_ids)
+        except (BadOption, HardwareCannot) as error:
+            return str(error)
+
+    @cached_property
+    def _trie(self) -> Trie:
+        """Made when it is first needed, which takes tenths of a second."""
+        table = TokenTable(self._tokenizer, min(self._ends))
+        return Trie(table.tokens, table.special_token_ids)
