@@ -38,13 +38,13 @@ NO_NETWORK = re.compile(r"Retrying \(|connection error|No route to host|Name or 
 PROGRAM = """
 import json, sys
 from importlib.util import find_spec
-from ostinato import HardwareCannot, LLM, Sampling
+from ostinato import BadOption, HardwareCannot, LLM, Sampling
 assert find_spec("torch") is None
 
 def refused(call):
     try:
         call()
-    except HardwareCannot as error:
+    except (BadOption, HardwareCannot) as error:
         return str(error)
 
 model, ranker = sys.argv[1:]
@@ -54,7 +54,9 @@ with LLM(model, context=64) as llm:
         "logits": llm.logits([5, 6, 7]).tolist(),
         "digest": llm.generate("hello", Sampling(max_tokens=5, temperature=0.0)).digest,
         "decoder": refused(llm.decoder),
-        "schema": refused(lambda: llm.generate("hello", Sampling(max_tokens=5, schema={"type": "object"}))),
+        "schema": llm.generate("hello", Sampling(max_tokens=5, schema={"type": "object"})).timings.grammar,
+        "gbnf": refused(lambda: llm.generate("hello", Sampling(max_tokens=5, grammar='root ::= "a"'))),
+        "unicode": refused(lambda: llm.generate("hello", Sampling(max_tokens=5, regex="\\\\w+"))),
     }
 with LLM(ranker) as llm:
     found["ranks"] = llm.rank("what is it about?", ["it is about time", "a"]).tolist()
@@ -192,7 +194,9 @@ def test_it_tokenizes_scores_embeds_and_ranks(small: Environment, tiny_gguf: Pat
         assert re.search(
             r"needs torch, which is not installed; type: \S+ -m pip install 'ostinato\[torch\]'", found[asked]
         )
-    assert "needs llguidance" in found["schema"]
+    assert found["schema"] == "device+stack"
+    assert "needs llguidance" in found["gbnf"]
+    assert re.search(r"llguidance, which is not installed, may follow it; type: \S+ -m pip install", found["unicode"])
 
 
 def test_it_verifies_measures_inspects_and_diagnoses(small: Environment, tiny_gguf: Path) -> None:
@@ -207,11 +211,9 @@ def test_it_verifies_measures_inspects_and_diagnoses(small: Environment, tiny_gg
     assert "of the wheel" in small.ostinato("doctor")
 
 
-SCHEMA = "schema.json"
 CASES = [
     (["run", "--model", "LLAMA", "--dtype", "float32", "hi"], "torch"),
     (["run", "--model", "LLAMA", "--mode", "eager", "hi"], "torch"),
-    (["run", "--schema", SCHEMA, "hi"], "serve"),
     (["bench", "decode", "--model", "LLAMA", "--plot", "x.svg"], "lab"),
     (["lab", "profile"], "torch"),
     (["serve"], "serve"),
@@ -225,7 +227,6 @@ CASES = [
 def test_what_needs_an_extra_is_refused_with_the_command_to_type(
     small: Environment, tiny_gguf: Path, words: Sequence[str], extra: str
 ) -> None:
-    (small.work / SCHEMA).write_text('{"type": "object"}')
     # The default model is not here: a verb that would load it first would have to fetch it.
     code, out, err = small.call("ostinato", *(tiny_gguf if word == "LLAMA" else word for word in words))
     assert (code, out) == (4, ""), err

@@ -47,9 +47,9 @@ def check_extra(extra: str, what: str, *packages: str) -> None:
         raise HardwareCannot(why)
 
 
-def check_structured_output() -> None:
-    """Refuse an answer that must follow something where the package that computes its masks is not installed."""
-    check_extra("serve", "an answer that follows a schema, a regex or a grammar", "llguidance")
+def check_llguidance(what: str) -> None:
+    """Refuse a constraint that only llguidance can read where it is not installed."""
+    check_extra("serve", what, "llguidance")
 
 
 def install_command(extra: str) -> str:

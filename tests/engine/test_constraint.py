@@ -106,6 +106,38 @@ def test_the_choice_is_the_models_own_among_what_is_allowed(
             assert ids(engine.submit(prompt(2, 9), biased)) == found[:1]
 
 
+def launches_of(engine: Engine, wanted: Sampling) -> tuple[int, int]:
+    """How many tokens an answer has, and how many launches it takes."""
+    before = engine.runner.start.n_launches
+    n = len(ids(engine.submit(prompt(1, 20), wanted)))
+    until(lambda: not engine.runner.decode_mode.running, "the loop has ended")
+    return n, engine.runner.start.n_launches - before
+
+
+def test_a_loop_whose_only_slot_waits_for_its_mask_waits_too() -> None:
+    with constrained_engine(lambda: Cycle(SETS * 4, pause_s=0.005)) as engine:
+        assert launches_of(engine, FOLLOW) == (21, 1)
+        assert launches_of(engine, sampling(max_tokens=21)) == (21, 1)
+
+
+def test_a_mask_that_takes_too_long_ends_the_loop_and_the_next_trigger_goes_on() -> None:
+    with constrained_engine(lambda: Cycle(SETS, pause_s=0.6)) as engine:
+        n, launches = launches_of(engine, FOLLOW)
+        assert n == len(SETS) + 1
+        assert launches > 1
+
+
+def test_a_loop_that_waits_for_a_mask_admits_and_computes_for_others_at_once() -> None:
+    with constrained_engine(lambda: Cycle(SETS * 40, pause_s=0.2)) as engine:
+        slow = engine.submit(prompt(9, 8), FOLLOW)
+        next(slow)
+        began = time.perf_counter()
+        for i in range(5):
+            assert len(ids(engine.submit(prompt(i, 40), sampling(max_tokens=5)))) == 5
+        assert time.perf_counter() - began < 1.0, "requests waited for another one's masks"
+        slow.cancel()
+
+
 def test_the_answer_is_the_same_alone_and_among_others() -> None:
     free = sampling(max_tokens=40)
     with constrained_engine(lambda: Cycle(SETS * 4)) as engine:

@@ -49,6 +49,12 @@ def plan_of(checkpoint: Checkpoint, settled: Settled) -> MemoryPlan:
     return MemoryPlan(backend_of(settled), read_shape(checkpoint), tensors_of(checkpoint), settled, 0)
 
 
+@pytest.fixture(autouse=True)
+def without_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory is a share of what is free, and the tests reckon what must be free."""
+    monkeypatch.setattr("ostinato.engine.choose.GRAMMAR_BYTES", 0)
+
+
 @pytest.fixture(scope="module")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny llama that was trained for 1,024 positions."""

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -71,11 +70,11 @@ def constrain(wanted: Sampling) -> Constraint | None:
 @contextmanager
 def grammar_engine(*, by_host: bool = False, **words: Any) -> Iterator[Engine]:
     """An engine over those tokens. `by_host`: its loop has no memory for grammars."""
-    with open_engine(constrain=constrain, eog_ids=(END, OTHER_END), **words) as engine:
+    with pytest.MonkeyPatch.context() as patch:
         if by_host:
-            tables = engine.runner.tables
-            engine.runner.tables = replace(tables, grammars=None)
-        yield engine
+            patch.setattr("ostinato.engine.choose.GRAMMAR_BYTES", 0)
+        with open_engine(constrain=constrain, eog_ids=(END, OTHER_END), **words) as engine:
+            yield engine
 
 
 def wanted(name: str, **words: Any) -> Sampling:

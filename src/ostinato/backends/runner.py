@@ -119,7 +119,7 @@ class Runner:
     @property
     def grammars(self) -> GrammarMemory | None:
         """Where the loop reads the grammars that it follows; None where it follows none."""
-        return self.tables.grammars
+        return self._shared.grammars
 
     @property
     def why_not(self) -> tuple[str, ...]:

@@ -16,7 +16,6 @@ from ostinato.cli.input import holds_unread_text, read_text, without_last_newlin
 from ostinato.cli.loading import opened
 from ostinato.cli.output import AnswerWriter, talk, write, write_json
 from ostinato.errors import BadInput, BadOption
-from ostinato.extras import check_structured_output
 from ostinato.files.store import DEFAULT, is_model
 
 if TYPE_CHECKING:
@@ -53,8 +52,6 @@ def run(
     """
     if raw and system is not None:
         raise BadOption("--system needs the chat template, and --raw leaves it out; give one of them")
-    if sampling.rule is not None:
-        check_structured_output()
     text = _prompt(prompt, file)
     if state is not None and not state.parent.is_dir():
         raise BadInput(f"--state {state}: there is no folder {state.parent} to save it in")

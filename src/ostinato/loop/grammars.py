@@ -70,6 +70,7 @@ class GrammarMemory:
     def __init__(self, n_bytes: int, mask_words: int) -> None:
         """`mask_words`: int32 words of one mask."""
         self.words = host_zeros((n_bytes // 4,), np.int32)
+        self._own = self.words.view()  # stays writable while decode mode is on: grammars come with admissions
         self._mask_words = mask_words
         self._regions: OrderedDict[Hashable, _Region] = OrderedDict()  # the one used least recently first
         self._vocabulary_end = 0
@@ -114,7 +115,7 @@ class GrammarMemory:
         first = self._room(n_words)
         if first is None:
             return None
-        region = self.words[first : first + n_words]
+        region = self._own[first : first + n_words]
         region[:n_automaton] = grammar.automaton.words
         begin_kept(region[n_automaton:], self._mask_words, MOST_KEPT)
         return _Region(first, n_words)
@@ -123,8 +124,8 @@ class GrammarMemory:
         end = _HEAD_WORDS + len(trie.words)
         if end > len(self.words):
             return False
-        self.words[_HEAD_WORDS:end] = trie.words
-        self.words[0], self._vocabulary_end = _HEAD_WORDS, _aligned(end)
+        self._own[_HEAD_WORDS:end] = trie.words
+        self._own[0], self._vocabulary_end = _HEAD_WORDS, _aligned(end)
         return True
 
     def _room(self, n_words: int) -> int | None:

@@ -6,7 +6,7 @@ Entries are written first and the index that publishes them last, with a fence b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -66,6 +66,7 @@ class HostSide:
     writer and one reader."""
 
     def __init__(self, tables: Tables) -> None:
+        self.on_publish: Callable[[], None] = _nothing  # wakes a loop that waits for the host
         self._layout = tables.layout
         # Views of its own: the inbox and what it admits are the only way in while decode mode is on (I-5).
         self._admissions = {name: tables.admissions.host(name).view() for name in tables.admissions.names}
@@ -85,6 +86,7 @@ class HostSide:
     def set_yield(self, on: bool) -> None:
         """Ask the loop to end at the next step boundary (`on`), or withdraw that request."""
         self._words[Word.YIELD, 0] = on
+        self.on_publish()
 
     @property
     def all_taken(self) -> bool:
@@ -176,6 +178,7 @@ class HostSide:
         # Stored last: the loop reads the head without a lock and takes every entry below it.
         fence()
         self._words[Word.INBOX_HEAD, 0] = head + 1
+        self.on_publish()
         return True
 
     # Outbox
@@ -217,6 +220,10 @@ class HostSide:
             self._times[place],
             top,
         )
+
+
+def _nothing() -> None:
+    pass
 
 
 def _grammar_numbers(grammar: StagedGrammar | None) -> dict[str, int]:

@@ -388,7 +388,8 @@ class Tables:
 
     def read_only(self) -> Tables:
         """The same tables, for code that only looks at them (I-4, I-5)."""
-        return Tables(self.layout, *(arena.read_only() for arena in self.arenas))
+        table, admissions, rings = (arena.read_only() for arena in self.arenas)
+        return Tables(self.layout, table, admissions, rings)
 
     @property
     def addresses(self) -> tuple[int, ...]:

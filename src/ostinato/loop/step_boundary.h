@@ -70,6 +70,7 @@ BOUNDARY_FN long long now_ns() {
 // --- state of one step boundary while it runs ---
 
 #define CONTINUE (-1)         // no End
+#define AWAIT_MASK (-2)       // no End either: no slot can step before the host has sent a mask
 #define ENTRIES_AT_ONCE 8    // inbox entries fetched in one trip: a word for each of 128 threads
 #define WORDS_AT_ONCE 16     // of a copy, by each thread
 #define GRANT_PAGES (INBOX_WORDS - INBOX_WORD_PAGES)
@@ -86,7 +87,7 @@ struct BoundaryState {
     long long now;
     int entries[ENTRIES_AT_ONCE * INBOX_WORDS];
     int verdict;
-    int ends;                  // an End, or CONTINUE
+    int ends;                  // an End, CONTINUE or AWAIT_MASK
     int live[MAX_SLOTS];
     int n_live;
 };
@@ -377,12 +378,21 @@ BOUNDARY_FN void gather_rows(BoundaryState& boundary, const View& view) {
 
 // --- phases 5 and 6: continue or end, and publish the words; one thread ---
 
-BOUNDARY_FN void publish(BoundaryState& boundary, const View& view, int stepped) {
+// Whether a slot could step if it had its mask.
+BOUNDARY_FN bool awaits_mask(const View& view) {
+    bool awaits = false;
+    for (int slot = 0; slot < N_SLOTS(view); ++slot) {
+        awaits |= TABLE_state(view)[slot] == SLOT_STATE_PAUSED && TABLE_position(view)[slot] < TABLE_granted(view)[slot];
+    }
+    return awaits;
+}
+
+BOUNDARY_FN void publish(BoundaryState& boundary, const View& view, int stepped, bool may_wait) {
     int ends = boundary.ends;
     if (ends == CONTINUE) {
         if (room(boundary, view) < 2 * N_SLOTS(view)) ends = END_OUTBOX_FULL;
         else if (boundary.words[WORD_YIELD]) ends = END_YIELD;
-        else if (boundary.n_live == 0) ends = END_IDLE;
+        else if (boundary.n_live == 0) ends = may_wait && awaits_mask(view) ? AWAIT_MASK : (int)END_IDLE;
     }
     boundary.ends = ends;
     // A step boundary that ends clears the rows: the first one of the next trigger must not commit this step again.
@@ -395,7 +405,7 @@ BOUNDARY_FN void publish(BoundaryState& boundary, const View& view, int stepped)
     store(word_at(view, WORD_STEPS), boundary.words[WORD_STEPS] + stepped);
     store(word_at(view, WORD_LIVE), boundary.n_live);
     store(word_at(view, WORD_GO), ends == CONTINUE);
-    if (ends == CONTINUE) return;
+    if (ends == CONTINUE || ends == AWAIT_MASK) return;
     if (ends == END_FAULT) store(word_at(view, WORD_FAULT), FAULT_INBOX);
     store(word_at(view, WORD_WHY), ends);
     fence();  // ENDS last: a reader that sees it change finds all other words written
@@ -403,7 +413,10 @@ BOUNDARY_FN void publish(BoundaryState& boundary, const View& view, int stepped)
 }
 
 // Run the step boundary once: 1 if a step follows. Every thread of the one block calls this, and gets the same answer.
-BOUNDARY_FN int run_boundary(const View& view, unsigned long long plan_hash, unsigned long long epoch, long long now) {
+// `may_wait`: a loop whose slots all wait for masks does not end; 2 says that it is to wait for the host.
+BOUNDARY_FN int run_boundary(
+    const View& view, unsigned long long plan_hash, unsigned long long epoch, long long now, bool may_wait = false
+) {
     SHARED BoundaryState boundary;
     const int n_rows = *TABLE_n_rows(view), drift = drift_of(view, plan_hash, epoch);
     FOR_EACH(word, N_WORDS) boundary.words[word] = load(word_at(view, word));  // one thread per word: one trip for all
@@ -418,7 +431,7 @@ BOUNDARY_FN int run_boundary(const View& view, unsigned long long plan_hash, uns
     take_inbox(boundary, view);
     pause_and_wake(boundary, view);
     gather_rows(boundary, view);
-    ONE publish(boundary, view, n_rows > 0);
+    ONE publish(boundary, view, n_rows > 0, may_wait);
     SYNC();
-    return boundary.ends == CONTINUE;
+    return boundary.ends == CONTINUE ? 1 : boundary.ends == AWAIT_MASK ? 2 : 0;
 }

@@ -19,7 +19,7 @@ import numpy as np
 
 from ostinato import build
 from ostinato.errors import BadInput, BadOption
-from ostinato.extras import check_structured_output
+from ostinato.extras import check_llguidance
 from ostinato.files.objects import prebuilt, sources, sum_of
 from ostinato.options import Rule, Sampling
 from ostinato.text.grammar import COMPACT, NO_TOKEN, EndRule, as_lark
@@ -125,7 +125,7 @@ def _rule_node(program: Program, rule: Rule) -> int:
     if rule.text.startswith('{"grammars":'):
         return _several_node(program, _json(rule.text)["grammars"])
     if "::=" in rule.text:
-        check_structured_output()  # llguidance rewrites GBNF as Lark
+        check_llguidance("a grammar in GBNF")  # it rewrites it as Lark
         return lark_node(program, as_lark(rule), _schema_node, {})
     return lark_node(program, rule.text, _schema_node, {})
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ostinato.errors import BadInput, BadOption, Unsupported
-from ostinato.extras import check_structured_output
+from ostinato.extras import check_llguidance
 from ostinato.options import Rule, Sampling
 from ostinato.text.schema import followable
 from ostinato.text.schema_program import ascii_classes
@@ -131,7 +131,7 @@ class Grammars:
     @cached_property
     def _known(self) -> LLTokenizer:
         """The vocabulary as llguidance reads it; made when it is first needed, which takes tenths of a second."""
-        check_structured_output()
+        check_llguidance("an answer under this constraint")
         from llguidance import LLTokenizer, TokenizerWrapper
 
         if not self._ends:

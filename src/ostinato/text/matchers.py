@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from typing import Final
 
 from ostinato.errors import BadOption, HardwareCannot, Unsupported
-from ostinato.extras import why_missing
+from ostinato.extras import install_command, missing
 from ostinato.options import Rule, Sampling
 from ostinato.text.automaton import AutomatonMatcher, GrammarMasks, Trie, of_rule
 from ostinato.text.grammar import Grammars, Matcher, TokenTable, check_multiples
@@ -39,8 +39,11 @@ class Matchers:
         compiled = self._compiled(rule)
         if isinstance(compiled, GrammarMasks):
             return AutomatonMatcher(compiled, self._ends, sampling)
-        if (why := why_missing("serve", f"{compiled}; following it otherwise", "llguidance")) is not None:
-            raise BadOption(f"this {rule.kind} cannot be followed: {why}")
+        if missing("serve", ("llguidance",)):
+            raise BadOption(
+                f"this {rule.kind} cannot be followed: {compiled}; llguidance, which is not installed, may follow it; "
+                f"type: {install_command('serve')}"
+            )
         return self._fallback.matcher(sampling)
 
     def _compile(self, rule: Rule) -> GrammarMasks | str:
@@ -48,7 +51,11 @@ class Matchers:
         try:
             check_multiples(rule.text)
             return GrammarMasks(of_rule(rule), self._trie, self._n_ids)
-        except (BadOption, HardwareCannot) as error:
+        except BadOption as error:
+            return str(error)
+        except HardwareCannot as error:  # no object and no compiler, or a form that llguidance reads
+            if missing("serve", ("llguidance",)):
+                raise
             return str(error)
 
     @cached_property

@@ -152,6 +152,7 @@ class NativeRunner(Runner):
             threads=self.settled.threads or 1,
             wake=self.changed.fd,
         )
+        self.host.on_publish = native.host_published
         constants = f"{model.shape}, {self.n_tokens} tokens, {activations} activations"
         plan = native_plan(model, self._kept, self._shared, native, constants)
         return plan, NativeLoop(plan, native, self.guard), NativeChunks(native)

@@ -244,6 +244,10 @@ class NativeStep:
         """A step boundary, then steps until no slot is live."""
         self._call("ostinato_run")
 
+    def host_published(self) -> None:
+        """Wake a loop that waits for the host; from any thread, also while the loop runs."""
+        self._call("ostinato_published")
+
     def step(self) -> None:
         """One step and its step boundary."""
         self._call("ostinato_step")

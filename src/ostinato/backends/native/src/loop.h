@@ -28,6 +28,8 @@ constexpr int FEW_ROWS = 2;          // so few rows are prepared by every member
 constexpr int MOST_PARTS = 4;        // matrices above one another that are one product: q, k and v; gate and up
 // At most this long between two wakes of the host while only tokens were produced.
 constexpr long long WAKE_INTERVAL_NS = 16'000'000;
+// How long the loop waits for a mask of the host before it ends; the next mask then triggers it anew.
+constexpr long long MASK_DEADLINE_NS = 250'000'000;
 constexpr int ROWS_TOGETHER = 16;    // of a chunk, whose heads a member takes at once
 constexpr int CHANNELS_TOGETHER = 256;  // of a recurrent block, that a member takes at once
 
@@ -1382,12 +1384,36 @@ struct Loop : ForwardPass {
     // steps.
     void run_loop() {
         team.acquire();
-        for (bool goes_on = pass_boundary(); goes_on; goes_on = pass_boundary()) {
+        bool may_wait = true;
+        for (;;) {
+            const uint32_t seen = n_published.load();  // before the inbox is read: what comes later ends the wait
+            const int next = pass_boundary(may_wait);
+            if (next == ENDED) break;
+            may_wait = next == STEP || wait_for_host(seen);
+            if (next != STEP) continue;
             if (team.is_asked()) wake_host();  // or tokens would wait for the other thread's job
             team.hand_over();
             run_step();
         }
         team.release();
+    }
+
+    // The host has published an entry, or asks the loop to end.
+    void host_published() {
+        n_published.fetch_add(1);
+        if (awaits_host.load()) team::wake_all(n_published);
+    }
+
+    // Sleep until the host publishes something, and leave the team to others meanwhile; false after the deadline.
+    bool wait_for_host(uint32_t seen) {
+        const long long until = now_ns() + MASK_DEADLINE_NS;
+        team.release();
+        awaits_host.store(true);
+        for (long long now = now_ns(); n_published.load() == seen && now < until; now = now_ns())
+            team::sleep_on(n_published, seen, until - now);
+        awaits_host.store(false);
+        team.acquire();
+        return n_published.load() != seen;
     }
 
     void run_one_step() {
@@ -1425,15 +1451,15 @@ struct Loop : ForwardPass {
 
     // The host takes a core that the team computes on, so while there are only tokens it is woken now and then; at once
     // for all else: a slot that came, ended or waits, and the end of the loop.
-    bool pass_boundary() {
+    int pass_boundary(bool may_wait = false) {
         const int n_before = *TABLE_n_rows(plan.view);
         const long long now = now_ns();
-        const bool goes_on = run_boundary(plan.view, plan.hash, plan.epoch, now);
+        const int next = run_boundary(plan.view, plan.hash, plan.epoch, now, may_wait);
         const int n_after = *TABLE_n_rows(plan.view);
-        const bool only_tokens = goes_on && n_after == n_before && n_after == load(word_at(plan.view, WORD_LIVE));
+        const bool only_tokens = next == STEP && n_after == n_before && n_after == load(word_at(plan.view, WORD_LIVE));
         wake_pending = true;
         if (!only_tokens || now - last_wake_ns >= WAKE_INTERVAL_NS) wake_host(now);
-        return goes_on;
+        return next;
     }
 
     void wake_host() {
@@ -1447,8 +1473,11 @@ struct Loop : ForwardPass {
         if (plan.wake >= 0 && ::write(plan.wake, &one, sizeof one) < 0) return;
     }
 
+    enum Next { ENDED, STEP, AWAIT };  // what `run_boundary` returns
     long long last_wake_ns = 0;
     bool wake_pending = false;
+    std::atomic<uint32_t> n_published{0};
+    std::atomic<bool> awaits_host{false};
 };
 
 }  // namespace loop

@@ -40,6 +40,7 @@ void ostinato_built(loop::Loop* opened, unsigned long long hash, unsigned long l
 
 void ostinato_run(loop::Loop* opened) { opened->run_loop(); }
 void ostinato_step(loop::Loop* opened) { opened->run_one_step(); }
+void ostinato_published(loop::Loop* opened) { opened->host_published(); }
 void ostinato_chunk(
     loop::Loop* opened, const loop::Part* parts, int n_parts, const int* ids, const int* segments,
     const loop::Outputs* outputs
