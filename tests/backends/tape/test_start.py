@@ -188,7 +188,7 @@ def test_every_build_is_an_executable_of_its_own(card: Card) -> None:
     start.close()
 
 
-def test_decode_mode_refuses_to_build_to_step_and_to_close_but_not_to_launch(card: Card) -> None:
+def test_decode_mode_refuses_to_build_to_step_to_close_and_to_launch_but_for_a_trigger(card: Card) -> None:
     """I-1, I-2, I-3."""
     start = start_on(card)
     start.build()
@@ -197,6 +197,7 @@ def test_decode_mode_refuses_to_build_to_step_and_to_close_but_not_to_launch(car
     calls: tuple[tuple[str, Callable[[], object]], ...] = (
         ("I-1", start.build),
         ("I-2", start.step),
+        ("I-2", start.launch),
         ("I-3", start.close),
     )
     for invariant, call in calls:
@@ -204,7 +205,8 @@ def test_decode_mode_refuses_to_build_to_step_and_to_close_but_not_to_launch(car
             call()
         assert refused.value.invariant == invariant
     assert (start.executable, start.n_instantiations, card.launches) == (before, 1, [])
-    start.launch()
+    with start._guard.launching():
+        start.launch()
     assert len(card.launches) == 1
     start._guard.unlock()
     start.close()
