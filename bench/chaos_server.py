@@ -496,6 +496,8 @@ class Chaos:
                     self._wrong(f"half a line in the log: {line[:200]}")
                 return
             self._ids[found["id"]] += 1
+            if self._ids[found["id"]] > 1 and not storm:
+                self._wrong(f"for the second time in the log: {line[:300]}")
             self.report.log[f"lines: {found['outcome']}"] += 1
             return
         if "Traceback" in line or "our fault" in line:

@@ -21,7 +21,8 @@ import pytest
 
 from ostinato.errors import BadInput
 from ostinato.serve.settings import ServeOptions
-from ostinato.serve.supervisor import Supervisor, drop_waiting, listen, private_sockets
+from ostinato.serve.supervisor import Supervisor, listen, private_sockets
+from ostinato.serve.worker import drop_waiting
 from tests.cli import tiny_model
 from tests.serve.program import Program, program
 from tests.serve.running import DEADLINE_S

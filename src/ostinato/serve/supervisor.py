@@ -294,7 +294,6 @@ class Supervisor:
         return Child(self._front_command, given, {"socket": self._listening, "private": self._sockets["front"]})
 
     def _start_worker(self, index: int) -> Child:
-        drop_waiting(self._sockets[str(index)])
         given = {
             "options": self._options.of_engine(index).to_json(),
             "front": self._sockets["front"].getsockname(),
@@ -478,15 +477,6 @@ def private_sockets(n_workers: int, open_here: ExitStack) -> dict[str, socket.so
         sockets[name].bind(str(folder / name))
         sockets[name].listen(BACKLOG)
     return sockets
-
-
-def drop_waiting(listening: socket.socket) -> None:
-    """Close connections that a process has not accepted before its end: the front asks the next process anew, which
-    would answer each request twice."""
-    listening.setblocking(False)
-    with suppress(BlockingIOError):
-        while True:
-            listening.accept()[0].close()
 
 
 def _short_folder() -> str | None:

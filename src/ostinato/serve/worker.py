@@ -179,12 +179,23 @@ def from_front(app: ASGIApp) -> ASGIApp:
     return identified
 
 
+def drop_waiting(listening: socket.socket) -> None:
+    """Close connections that a worker before this one did not accept: the front, which was told of its end, asks anew
+    when this one is ready, and would have each of these requests answered and logged twice."""
+    listening.setblocking(False)
+    with suppress(BlockingIOError):
+        while True:
+            listening.accept()[0].close()
+
+
 async def serve(given: dict[str, Any], tell: Tell) -> int:
     """A worker in this process until its end."""
     options = ServeOptions.from_json(given["options"])
+    listening = socket.socket(fileno=given["socket"])
+    drop_waiting(listening)
     keeper = FrontKeeper(given["front"]) if options.n_kept_responses else None
     service = Service(options, keeper=keeper)
-    worker = Worker(service, socket.socket(fileno=given["socket"]), tell, from_front(create_app(service)))
+    worker = Worker(service, listening, tell, from_front(create_app(service)))
     worker.beside_others = given["beside_others"]
     code = await worker.run_supervised()
     if code != FAULT_EXIT:  # the resources of a dead engine end with the process
