@@ -1,8 +1,10 @@
-"""Draws docs/speed.svg from the notes in docs/lab/data: decode speed beside llama.cpp, as a share of the limit.
+"""Draws pictures from the notes in docs/lab/data.
 
     python -m bench.chart
 
-Each bar is as long as its share of what the memory could give, and ends with its tokens per second.
+`docs/speed.svg`: decode speed beside llama.cpp. Each bar is as long as its share of what the memory could give, and
+ends with its tokens per second. `docs/lab-decode.svg`: the engine's own step in every mode, as `ostinato lab decode
+--plot` draws it.
 """
 
 from __future__ import annotations
@@ -14,8 +16,17 @@ from pathlib import Path
 from typing import Final
 
 from bench.note import value
+from ostinato.lab.picture import decode_picture
 
 OUT: Final = Path(__file__).parents[1] / "docs" / "speed.svg"
+DECODE_OUT: Final = OUT.with_name("lab-decode.svg")
+# The graph's was measured a day before the others, in the same setting.
+DECODE: Final = {
+    "eager": "gpu-speed.jsonl:2/figures/tg+1+eager/tok_s",
+    "graph": "gpu-speed.jsonl:1/outcomes/decode-1b-bf16-graph/value ~ over graph ([\\d,]+) tok/s",
+    "loop": "gpu-speed.jsonl:2/figures/tg+1+loop/tok_s",
+    "persistent": "gpu-speed.jsonl:2/figures/tg+1+persistent/tok_s",
+}
 LEFT, WIDTH, BAR, GAP = 284, 520, 17, 14  # of the bars, in pixels
 LABEL = 90  # a bar that leaves less than this has its label inside
 
@@ -144,9 +155,16 @@ def picture() -> str:
     )
 
 
+def decode_modes() -> str:
+    rows = [{"mode": mode, "tokens_s": value(address)} for mode, address in DECODE.items()]
+    title = "Llama-3.2-1B shape, bfloat16, 500 positions in memory, one request on an H200: tokens per second"
+    return decode_picture(rows, title) + "\n"
+
+
 def main() -> None:
-    OUT.write_text(picture(), encoding="utf-8")
-    print(OUT)
+    for path, text in ((OUT, picture()), (DECODE_OUT, decode_modes())):
+        path.write_text(text, encoding="utf-8")
+        print(path)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Is the decode loop right, fast and sturdy on a GPU? For machines with one; CI has none.
 
-    python -m bench.gpu_check --part exact|speed|stress|tape [--only NAME] [--as sm_89] [--model FILE] [--seconds 580]
-                              [--out FOLDER]
+    python -m bench.gpu_check --part exact|speed|stress|tape|lab [--only NAME] [--as sm_89] [--model FILE]
+                              [--seconds 580] [--out FOLDER]
 
 `exact`: the modes give the same bits, in every family and weight type, and 1,000 random trials show that a request's
 bits do not depend on its neighbours. `speed`: decode, prefill, first token and graph memory beside their bars.
@@ -10,6 +10,8 @@ check for `loop` and one for `persistent` each (`--only calls-persistent`).
 `tape`: exactness and speed of the persistent kernel (`bench/gpu_tape.py`), and prompts that read its tape
 (`bench/gpu_prompts.py`). Where there is a model's file, its weights are taken for what random ones tell little of;
 without it a shape's are, or the check is skipped.
+`lab`: every start of the laboratory gives the closed form, and its persistent kernel what is asked of it; its programs,
+and the engine's own step in every mode (`bench/gpu_lab.py`).
 `--as sm_89` runs a part as if the GPU were a smaller one (OSTINATO_CHIP): tiles fit its memory, and kernels are made
 for its instructions and assembled for the GPU that is there.
 Checks of single lessons (E, docs/rules.md) are in the part nearest to them (`bench/gpu_executor.py`).
@@ -38,12 +40,13 @@ from bench.gpu_frame import ROOT, Check, Outcome, Setting, run_checks, serve_chi
 from bench.note import as_json, commit, cpu_name, versions
 
 CHIPS: Final = ("sm_80", "sm_86", "sm_87", "sm_89")  # whose code and memory a Hopper has
-PARTS: Final = ("exact", "speed", "stress", "tape")
+PARTS: Final = ("exact", "speed", "stress", "tape", "lab")
 SECONDS: Final = 580.0
 QUESTIONS: Final = {
     "exact": "does the decode loop give the same bits on a GPU, whatever the mode and the company?",
     "speed": "how fast is the decode loop on a GPU, beside its bars, llama.cpp and the memory's limit?",
     "tape": "is the persistent kernel right, does it lose nothing, and how fast is it beside its bars?",
+    "lab": "does the laboratory measure right, and is its persistent kernel as fast as is asked of it?",
     "stress": "does the decode loop need nothing of the host per token, and does it stand what may happen to it?",
 }
 
@@ -116,18 +119,18 @@ def _n_beside(device: str) -> int:
 # What there is
 
 
-def _checks() -> tuple[Check, ...]:
-    from bench import gpu_exact, gpu_executor, gpu_prompts, gpu_speed, gpu_stress, gpu_tape
+def _modules() -> tuple[Any, ...]:
+    from bench import gpu_exact, gpu_executor, gpu_lab, gpu_prompts, gpu_speed, gpu_stress, gpu_tape
 
-    modules = (gpu_exact, gpu_speed, gpu_stress, gpu_executor, gpu_tape, gpu_prompts)
-    return tuple(check for module in modules for check in module.CHECKS)
+    return gpu_exact, gpu_speed, gpu_stress, gpu_executor, gpu_tape, gpu_prompts, gpu_lab
+
+
+def _checks() -> tuple[Check, ...]:
+    return tuple(check for module in _modules() for check in module.CHECKS)
 
 
 def _works() -> dict[str, Any]:
-    from bench import gpu_exact, gpu_executor, gpu_prompts, gpu_speed, gpu_stress, gpu_tape
-
-    modules = (gpu_exact, gpu_speed, gpu_stress, gpu_executor, gpu_tape, gpu_prompts)
-    return {name: work for module in modules for name, work in module.WORKS.items()}
+    return {name: work for module in _modules() for name, work in module.WORKS.items()}
 
 
 def _chosen(checks: Sequence[Check], part: str, only: Sequence[str] | None) -> list[Check]:

@@ -122,9 +122,9 @@ def _note(line: str) -> dict[str, Any] | None:
 def value(address: str, folder: Path = DATA) -> float:
     """The figure at FILE:LINE/PATH or FILE:LINE/PATH ~ PATTERN.
 
-    A word of the path is a key of an object, or words (joined by `+`) among the values of one object of a list, as in
-    `series/ostinato wide+decode_tok_s/runs`. A list of numbers gives its median. The pattern finds the figure in a
-    text and has one group.
+    A word of the path is a key of an object, or texts and whole numbers (joined by `+`) among the values of one object
+    of a list, as in `series/ostinato wide+decode_tok_s/runs`. A list of numbers gives its median. The pattern finds the
+    figure in a text and has one group.
     """
     path, _, pattern = address.partition(" ~ ")
     place, *words = path.split("/")
@@ -144,10 +144,15 @@ def _item(found: Any, word: str, address: str) -> Any:
     if isinstance(found, dict) and word in found:
         return found[word]
     items = found if isinstance(found, list) else []
-    matching = [item for item in items if all(part in item.values() for part in word.split("+"))]
+    matching = [item for item in items if all(part in _words(item) for part in word.split("+"))]
     if len(matching) != 1:
         raise LookupError(f"{address}: {len(matching)} items are called {word!r}")
     return matching[0]
+
+
+def _words(item: Mapping[str, Any]) -> set[str]:
+    """The texts and whole numbers among the values of an object."""
+    return {str(one) for one in item.values() if isinstance(one, str | int)}
 
 
 def main() -> None:

@@ -33,8 +33,9 @@ def test_every_figure_of_the_readme_is_what_its_note_says() -> None:
     assert problems(shown(), tomllib.loads(TABLE.read_text(encoding="utf-8"))) == []
 
 
-def test_the_chart_is_what_its_program_draws_from_the_notes() -> None:
+def test_the_charts_are_what_their_program_draws_from_the_notes() -> None:
     assert chart.OUT.read_text(encoding="utf-8") == chart.picture()
+    assert chart.DECODE_OUT.read_text(encoding="utf-8") == chart.decode_modes()
 
 
 def test_no_figure_of_the_readme_can_change_alone() -> None:

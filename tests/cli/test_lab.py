@@ -68,7 +68,9 @@ def test_everything_leaves_a_report_and_two_of_them_are_compared(
     assert json.loads(ran.out) == json.loads(kept.read_text())
     assert {row["mode"] for row in json.loads(ran.out)["decode"]} >= {"eager", "loop"}
     assert (tmp_path / "out" / "report.html").read_text().startswith("<!doctype html>")
-    assert (tmp_path / "out" / "speedup.svg").read_text().startswith("<svg")
+    for name in ("speedup.svg", "decode.svg"):
+        assert (tmp_path / "out" / name).read_text().startswith("<svg")
+    assert {one["asked"].split()[0] for one in json.loads(ran.out)["acceptance"]} == {"every", "native"}
     both = ostinato("lab", "compare", kept, kept)
     assert both.code == 0
     assert "second / first" in both.out

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ostinato.lab.experiment import FORMAT
-from ostinato.lab.picture import speedup_picture, ticks
+from ostinato.lab.picture import decode_picture, speedup_picture, ticks
 from ostinato.lab.report import report
 
 START = {"us_per_step": 4.0, "tokens_s": 250_000.0, "predicted_us": 4.1, "launches": 500, "max_abs_err": 1e-6}
@@ -33,6 +33,7 @@ def found(kind: str = "gpu") -> dict[str, Any]:
         "format": FORMAT, "date": "2026-11-15", "machine": {"kind": kind, "name": "A <card>"}, "rows": rows,
         "why_not": {"while graph": "the driver is old"}, "costs": {"baseline": cost, "graph <b>": cost},
         "stops_paying_us": {"graph <b>": 3.0}, "decode": [decode],
+        "acceptance": [{"asked": "a gain", "is_met": False, "says": "1.1 times, because a kernel is long"}],
     }  # fmt: skip
 
 
@@ -77,6 +78,26 @@ def test_the_picture_has_a_dot_for_every_figure_and_the_place_where_a_start_stop
     for circle in circles:
         assert 0 < float(circle.attrib["cx"]) < 860
         assert 0 < float(circle.attrib["cy"]) < 440
+
+
+def test_a_report_says_what_was_asked_and_why_it_is_not_met() -> None:
+    page = report(found())
+    assert "<td>a gain</td><td>NOT MET</td><td>1.1 times, because a kernel is long</td>" in page
+    earlier = found()
+    del earlier["acceptance"]
+    assert "What was asked" not in report(earlier)
+
+
+def test_the_modes_are_drawn_beside_each_other_in_proportion() -> None:
+    rows = [
+        {"mode": "eager", "tokens_s": 250.0, "launches_per_token": 86.0},
+        {"mode": "persistent", "tokens_s": 1000.0},
+    ]
+    drawn = ElementTree.fromstring(decode_picture(rows, "a <title>"))
+    one, two = (float(e.attrib["width"]) for e in drawn.iter() if e.tag.endswith("rect"))
+    assert two == pytest.approx(4 * one, rel=0.01)
+    texts = [e.text for e in drawn.iter() if e.tag.endswith("text")]
+    assert texts == ["a <title>", "eager", "250, 86 launches a token", "persistent", "1,000"]
 
 
 def test_a_picture_of_nothing_says_so() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +47,7 @@ _PROFILED: Final = {name: _WORK[name] for name in ("n", "steps", "kernels", "thr
 Work = Annotated[Workload, RecordFlags(Workload, _WORK, body="axpy")]
 ProfiledWork = Annotated[Workload, RecordFlags(Workload, _PROFILED, steps=100, body="axpy")]
 Repeats = Annotated[int, Flag("Measurements of each figure.", "N", min=1, max=100)]
-Out = Annotated[Path | None, Flag("Write result.json, report.html, speedup.svg.", "FOLDER")]
+Out = Annotated[Path | None, Flag("Write result.json, report.html, speedup.svg, decode.svg.", "FOLDER")]
 
 DEFAULT_SHAPE: Final = {"gpu": "llama-1b", "cpu": "smollm2-135m"}
 _HEADINGS: Final = ("start", "us a step", "tokens/s", "speed-up", "predicted", "launches", "max_abs_err")
@@ -83,12 +83,13 @@ def everything(
     rows = [first, *_swept(machine, work, "n", lengths, repeats, quiet=as_json)]
     shape = DEFAULT_SHAPE[machine.kind]
     n_prompt, n_gen = (512, 256) if machine.kind == "gpu" else (64, 32)
-    decode = list(_decoded(_model(machine, shape), shape, n_prompt, n_gen))
-    found = result(machine, work, rows, decode=decode)
+    decode, refused = _decoded(_model(machine, shape), shape, n_prompt, n_gen)
+    found = result(machine, work, rows, decode=decode, refused_modes=refused)
     _warn_if_busy(rows)
     if not as_json:
         _show_sweep(rows[1:])
         _show_costs(found)
+        _show_acceptance(found)
         _show_decode(decode)
     _keep(found, out)
     write_json(found)
@@ -122,6 +123,7 @@ def sweep(
     if not as_json:
         for row in rows:
             _show(row)
+        _show_acceptance(found)
     _keep(found, out)
     write_json(found)
 
@@ -247,10 +249,15 @@ def decode(
     shape: Annotated[str | None, Flag("Sizes; by default llama-1b on a GPU, smollm2-135m on a CPU.", "NAME")] = None,
     n_prompt: Annotated[int, Flag("Tokens of the prompt.", "N", min=1)] = 64,
     n_gen: Annotated[int, Flag("Tokens to generate.", "N", min=2)] = 64,
+    plot: Annotated[Path | None, Flag("Draw the modes beside each other.", "FILE.svg")] = None,
     device: flags.Device = "auto",
     as_json: flags.Json = False,
 ) -> None:
     """Measure the engine's own step in every mode: first token, tokens per second, launches and host time per token."""
+    from ostinato.lab.picture import decode_picture
+
+    if plot is not None:
+        _check_folder(plot.parent)
     machine = _machine(device)
     shape = shape or DEFAULT_SHAPE[machine.kind]
     model = _model(machine, shape)
@@ -258,11 +265,17 @@ def decode(
         raise BadOption(
             f"--n-prompt {n_prompt} and --n-gen {n_gen} do not fit {shape}'s context of {model.shape.context}"
         )
-    rows = list(_decoded(model, shape, n_prompt, n_gen))
+    rows, refused = _decoded(model, shape, n_prompt, n_gen)
     if not as_json:
         _introduce(machine)
         _show_decode(rows)
-    write_json({"decode": rows})
+    if plot is not None:
+        try:
+            plot.write_text(decode_picture(rows, f"{shape} on {machine.name}: tokens per second, one request"), "utf-8")
+        except OSError as error:
+            raise BadInput(f"--plot {plot}: cannot be written: {error.strerror}") from error
+        talk(f"drawn: {plot}")
+    write_json({"decode": rows, "why_not": refused})
 
 
 @lab.command()
@@ -342,18 +355,19 @@ def _model(machine: LabMachine, shape: str) -> LoadedModel:
     return file.load(settled)
 
 
-def _decoded(model: LoadedModel, name: str, n_prompt: int, n_gen: int) -> Iterable[dict[str, Any]]:
-    from ostinato.backends.machine import kind_of
-    from ostinato.engine.choose import modes_of, why_not_model
-    from ostinato.lab.bench import Bench
+def _decoded(model: LoadedModel, name: str, n_prompt: int, n_gen: int) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The engine's own step in each mode, and why it cannot run in others, which is also said."""
+    from ostinato.lab.bench import decoded_by_mode
 
-    bench = Bench(model, "bf16" if kind_of(str(model.device)) == "cuda" else "f32", repeats=3)
-    reasons = why_not_model(model)
-    for mode in modes_of(kind_of(str(model.device))):
-        if (reason := reasons[mode]) is not None:
-            talk(f"not {mode}: {reason}")
+    rows: list[dict[str, Any]] = []
+    refused: dict[str, str] = {}
+    for mode, found in decoded_by_mode(model, n_prompt=n_prompt, n_gen=n_gen):
+        if isinstance(found, str):
+            refused[mode] = found
+            talk(f"not {mode}: {found}")
         else:
-            yield {"model": name, **bench.decoded(mode, n_prompt=n_prompt, n_gen=n_gen)}
+            rows.append({"model": name, **found})
+    return rows, refused
 
 
 def _swept(
@@ -435,6 +449,13 @@ def _show_costs(found: dict[str, Any]) -> None:
         write_line(f"a barrier over the grid: {idle:.2f} us idle, {loaded:.2f} us under load")
 
 
+def _show_acceptance(found: dict[str, Any]) -> None:
+    from ostinato.lab.report import acceptance_table
+
+    write_line("\nwhat was asked of this laboratory:")
+    write_columns(acceptance_table(found["acceptance"]))
+
+
 def _show_decode(rows: Sequence[dict[str, Any]]) -> None:
     from ostinato.lab.report import decode_table
 
@@ -460,14 +481,17 @@ def _check_folder(out: Path | None) -> None:
 def _keep(found: dict[str, Any], out: Path | None) -> None:
     if out is None:
         return
-    from ostinato.lab.picture import speedup_picture
+    from ostinato.lab.picture import decode_picture, speedup_picture
     from ostinato.lab.report import report
 
-    for name, text in (
-        ("result.json", json.dumps(found) + "\n"),
-        ("report.html", report(found)),
-        ("speedup.svg", speedup_picture(found)),
-    ):
+    files = {
+        "result.json": json.dumps(found) + "\n",
+        "report.html": report(found),
+        "speedup.svg": speedup_picture(found),
+    }
+    if found["decode"]:
+        files["decode.svg"] = decode_picture(found["decode"])
+    for name, text in files.items():
         try:
             (out / name).write_text(text, "utf-8")
         except OSError as error:

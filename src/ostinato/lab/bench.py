@@ -21,7 +21,7 @@ from ostinato.backends.base import PAGE_TOKENS, Settled
 from ostinato.backends.machine import DeviceKind, kind_of
 from ostinato.backends.runner import Runner
 from ostinato.cache.kv_bytes import cell_bytes
-from ostinato.engine.choose import settle_model
+from ostinato.engine.choose import modes_of, settle_model, why_not_model
 from ostinato.engine.cores import default_threads
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
@@ -37,6 +37,7 @@ from ostinato.options import Activations, KVType
 if TYPE_CHECKING:
     from ostinato.models.blocks import LoadedModel
 
+DECODE_REPEATS: Final = 3
 # Far more than any cache holds, little enough for a laptop.
 READ_BYTES: Final = {"cpu": 256 << 20, "cuda": 4 << 30}
 # Tokens that the first of several sequences may generate while the prompts of the others run.
@@ -146,6 +147,17 @@ def kv_read_bytes(shape: Shape, kv_type: KVType, position: int) -> int:
         min(position + 1, one.window or position + 1) * cell_bytes(one, kv_type) for one in shape.attention.values()
     )
     return kept + 4 * shape.state_numbers
+
+
+def decoded_by_mode(model: LoadedModel, *, n_prompt: int, n_gen: int) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """The engine's own step in every mode that there is on this kind of device, as `Bench.decoded` has it; for a mode
+    that cannot run, the reason instead."""
+    kind = kind_of(str(model.device))
+    bench = Bench(model, "bf16" if kind == "cuda" else "f32", repeats=DECODE_REPEATS)
+    reasons = why_not_model(model)
+    for mode in modes_of(kind):
+        reason = reasons[mode]
+        yield mode, bench.decoded(mode, n_prompt=n_prompt, n_gen=n_gen) if reason is None else reason
 
 
 @dataclass(frozen=True, slots=True)

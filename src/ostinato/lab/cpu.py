@@ -33,6 +33,7 @@ class CpuMachine:
 
     kind: Literal["gpu", "cpu"] = "cpu"
     sizes: tuple[str, ...] = ("n", "steps", "kernels")  # a grid is a GPU's
+    persistent: str = NATIVE
 
     def __init__(self) -> None:
         self.name = cpu_name()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from ostinato.errors import BadInput, BadOption, HardwareCannot
@@ -16,6 +17,8 @@ from ostinato.lab.work import LabMachine, Timing
 REPEATS: Final = 5
 BUSY_SPREAD: Final = 0.2  # of runs of the same work
 LENGTHS: Final = tuple(1 << power for power in range(8, 25, 2))  # of the vector, for the picture
+ASKED_GAIN: Final = 1.2  # of the persistent start over the plain loop, at small sizes
+SMALL_N: Final = 1 << 18  # up to which a pass is short beside a launch
 FORMAT: Final = "ostinato lab 1"
 _PARTS: Final = frozenset({"date", "machine", "costs", "stops_paying_us", "rows"})  # of a result, that are compared
 
@@ -82,6 +85,63 @@ class ExperimentRow:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """A figure that the laboratory asks of itself; `says`: what was found, and why it is not met, where it is not."""
+
+    asked: str
+    is_met: bool
+    says: str
+
+
+def accepted(machine: LabMachine, rows: Sequence[ExperimentRow]) -> list[Acceptance]:
+    """The laboratory's own acceptance figures over these rows."""
+    return [_right(rows), *_gains(machine, rows)]
+
+
+def _right(rows: Sequence[ExperimentRow]) -> Acceptance:
+    """A wrong result ends a measurement, so what is in the rows was right."""
+    timings = [timing for row in rows for timing in row.timings]
+    worst = max(timings, key=lambda timing: timing.max_abs_err / timing.error_bar, default=None)
+    found = "" if worst is None else f", at most {worst.max_abs_err / worst.error_bar:.0%} of what rounding may add"
+    return Acceptance("every result equals the closed form", bool(timings), f"{len(timings)} results{found}")
+
+
+def _gains(machine: LabMachine, rows: Sequence[ExperimentRow]) -> Iterator[Acceptance]:
+    start, baseline = machine.persistent, machine.starts[0]
+    asked = f"{start} at least {ASKED_GAIN} times {baseline} up to n={SMALL_N}"
+    small = [row for row in rows if row.work.n <= SMALL_N]
+    if start in machine.why_not:
+        yield Acceptance(asked, False, f"{start} cannot run here: {machine.why_not[start]}")
+    elif not small:
+        yield Acceptance(asked, False, f"no vector up to n={SMALL_N} was measured")
+    for row in small if start in machine.starts else ():
+        (timing,) = (one for one in row.timings if one.start == start)
+        gain = row.speedup(timing)
+        work = f"n={row.work.n}, {row.work.kernels} kernels a step, {row.work.body}: {gain:.2f} times"
+        is_met = gain >= ASKED_GAIN
+        yield Acceptance(asked, is_met, work if is_met else f"{work}, because {_why_no_gain(machine, row, timing)}")
+
+
+def _why_no_gain(machine: LabMachine, row: ExperimentRow, timing: Timing) -> str:
+    if row.is_busy:
+        return (
+            f"the machine is busy: the same work took {row.spread:.0%} longer in half of its runs than in the fastest"
+        )
+    start, predicted = machine.persistent, row.predicted_speedup(machine.persistent)
+    costs = machine.costs(row.work)
+    plain, staying = costs[machine.starts[0]], costs[start]
+    a_launch = max(plain.kernel_us, plain.submit_kernel_us - row.body_us)
+    parts = (
+        f"a kernel takes {row.body_us:.2f} us by itself, its launch adds {a_launch:.2f} us, and {start} adds "
+        f"{staying.kernel_us:.2f} us in its place"
+    )
+    if predicted < ASKED_GAIN:
+        return f"{parts}: no more than {predicted:.2f} times is predicted"
+    took = f"a step took {timing.us:.2f} us where {row.predicted_us[start]:.2f} us are predicted"
+    return f"{parts}, so that {predicted:.2f} times is predicted, and {took}"
+
+
 def measured(machine: LabMachine, work: Workload, repeats: int = REPEATS) -> ExperimentRow:
     """One work in every start of a machine, baseline first, each checked; predictions are computed first."""
     work = machine.settle(work)
@@ -111,9 +171,15 @@ def _shortened(work: Workload) -> Workload:
 
 
 def result(
-    machine: LabMachine, work: Workload, rows: Sequence[ExperimentRow], *, decode: Sequence[dict[str, Any]] = ()
+    machine: LabMachine,
+    work: Workload,
+    rows: Sequence[ExperimentRow],
+    *,
+    decode: Sequence[dict[str, Any]] = (),
+    refused_modes: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Everything that an experiment found, as one value that can be kept and compared; costs are those of `work`."""
+    """Everything that an experiment found, as one value that can be kept and compared; costs are those of `work`.
+    `decode`: the engine's own step in each mode; `refused_modes`: why it could not run in others."""
     costs = machine.costs(work)
     baseline = machine.starts[0]
     return {
@@ -121,7 +187,7 @@ def result(
         "date": date.today().isoformat(),
         "question": "how much of a step is launch overhead here, and what takes it away?",
         "machine": machine.facts(),
-        "why_not": machine.why_not,
+        "why_not": machine.why_not | {f"the engine's own step, {mode}": why for mode, why in refused_modes.items()},
         "costs": {start: asdict(cost) for start, cost in costs.items()},
         "stops_paying_us": {
             start: stops_paying_us(costs[baseline], cost, work.kernels)
@@ -129,6 +195,7 @@ def result(
             if start != baseline
         },
         "rows": [row.record() for row in rows],
+        "acceptance": [asdict(one) for one in accepted(machine, rows)],
         "decode": list(decode),
     }
 

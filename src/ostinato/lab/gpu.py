@@ -1,7 +1,8 @@
 """The laboratory on an NVIDIA GPU: short kernels one by one, as graphs, as a WHILE graph, and as a persistent kernel.
 
-Kernels are compiled here for the card at hand; loops of launches are native (`programs/host.cpp`). Times are those of
-the device, by events around everything. Every wait has a deadline: on the device by its timer, on the host here.
+Graphs are built node by node here; the stand-alone programs capture theirs from a stream. Kernels are compiled here for
+the card at hand; loops of launches are native (`programs/host.cpp`). Times are those of the device, by events around
+everything. Every wait has a deadline: on the device by its timer, on the host here.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ MOST_NODES: Final = 20_000  # of one graph: instantiating more takes longer than
 FEW, MANY = 4, 20  # kernels of a step, to tell what each adds from what a step does
 CONTROL_WORDS: Final = 48  # of `Control` in kernels.h
 FAULT_WORD: Final = 32
+LOADED: Final = Workload(1 << 22, 50, 8, 0, 1024)  # blocks that are busy when they meet at a barrier
 HELD_US: Final = 10  # a body that is longer than any launch
 PASSES, BARRIERS = 1, 2  # parts of a persistent kernel, as in kernels.h
 
@@ -60,6 +62,7 @@ class GpuMachine:
 
     kind: Literal["gpu", "cpu"] = "gpu"
     sizes: tuple[str, ...] = ("n", "steps", "kernels", "blocks", "threads")
+    persistent: str = PERSISTENT
 
     def __init__(self, name: str) -> None:
         check_extra("gpu", "the laboratory on a GPU")
@@ -212,7 +215,7 @@ class GpuMachine:
         return float(np.median([self._ms(sequence) for _ in range(6)][1:]))
 
     def facts(self) -> dict[str, Any]:
-        loaded = self.settle(Workload(1 << 22, 50, 8, 0, 1024))
+        loaded = self.settle(LOADED)
         passes, both = (self._staying_us(PERSISTENT, loaded, does) / 8 for does in (PASSES, PASSES | BARRIERS))
         return {
             "kind": "gpu",
@@ -252,7 +255,7 @@ class GpuMachine:
         per_graph = work.kernels * (1 if start == UPDATED else max(1, min(work.steps, MOST_NODES // work.kernels)))
         while work.passes % per_graph:
             per_graph -= work.kernels
-        graph, nodes = self._captured(kernel, config, words, per_graph)
+        graph, nodes = self._built(kernel, config, words, per_graph)
         executable = int(graph[0].handle)
         replays = work.passes // per_graph
         if start == GRAPH or factors is None:
@@ -268,8 +271,8 @@ class GpuMachine:
         kept = graph, handles, each, given
         return LaunchSequence(lambda: _called(self._host.update_and_replay(*everything), *kept), work.steps)
 
-    def _captured(self, kernel: Any, config: Any, words: tuple[Any, ...], n: int) -> tuple[Any, list[int]]:
-        """A graph of n launches in a row, instantiated and as it was defined, and its nodes."""
+    def _built(self, kernel: Any, config: Any, words: tuple[Any, ...], n: int) -> tuple[Any, list[int]]:
+        """A graph of n launches in a row, built node by node: instantiated and as it was defined, and its nodes."""
         from cuda.core.graph import GraphDefinition
 
         graph = GraphDefinition()
@@ -343,8 +346,10 @@ class GpuMachine:
                 raise EngineDead(f"a wait on the device passed its deadline of {DEADLINE_S:.0f} s")
             control.zero_()
 
+        kept = queue, control  # they live as long as this
+
         def run() -> None:
-            assert queue.is_cuda  # and lives as long as this
+            assert kept
             launch(self._own, config, self._kernels["persistent"], *words)
 
         return LaunchSequence(run, 1, prepare)

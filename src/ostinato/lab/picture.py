@@ -1,4 +1,5 @@
-"""The laboratory's picture: speed-up over the length of a kernel, as SVG drawn here: a report needs nothing else."""
+"""The laboratory's pictures, as SVG drawn here, so that a report needs nothing else: speed-up over the length of a
+kernel, and the engine's own step in each mode."""
 
 from __future__ import annotations
 
@@ -43,6 +44,25 @@ def speedup_picture(result: Mapping[str, Any]) -> str:
     if ends:
         parts.append(_legend(len(starts) + 2, "upright: stops paying", "currentColor"))
     return _svg("\n".join(parts))
+
+
+def decode_picture(rows: Sequence[Mapping[str, Any]], title: str = "") -> str:
+    """Tokens per second of each mode as bars, from zero on, with the launches that the host makes for each token where
+    they were counted."""
+    longest = max((row["tokens_s"] for row in rows), default=1.0)
+    left, bar, gap = 110, 24, 14
+    full = WIDTH - left - RIGHT
+    parts = [f'<text x="{left}" y="22">{escape(title or "tokens per second, one request")}</text>']
+    for number, row in enumerate(rows):
+        y, length = TOP + number * (bar + gap), full * row["tokens_s"] / longest
+        launches = row.get("launches_per_token")
+        counted = "" if launches is None else f", {launches:.3g} launches a token"
+        parts += [
+            f'<text x="{left - 10}" y="{y + 17}" text-anchor="end">{escape(row["mode"])}</text>',
+            f'<rect x="{left}" y="{y}" width="{length:.1f}" height="{bar}" fill="{COLOURS[number % len(COLOURS)]}"/>',
+            f'<text x="{left + length + 8:.1f}" y="{y + 17}">{row["tokens_s"]:,.0f}{counted}</text>',
+        ]
+    return _svg("\n".join(parts), TOP + len(rows) * (bar + gap), "tokens per second in each mode")
 
 
 def _one_kind(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -130,12 +150,12 @@ def _legend(number: int, words: str, colour: str) -> str:
     return f'{bar}<text x="{x + 20}" y="{y - 2}">{escape(words)}</text>'
 
 
-def _svg(inside: str) -> str:
+def _svg(inside: str, height: int = HEIGHT, label: str = "speed-up over the length of a kernel") -> str:
     style = (
         "text{font:13px system-ui,sans-serif;fill:currentColor}.frame{fill:none;stroke:currentColor;opacity:.5}"
         ".grid{stroke:currentColor;opacity:.12}.one{stroke:currentColor;opacity:.6}"
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="speed-up over the length of a kernel"><style>{style}</style>\n{inside}\n</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'aria-label="{label}"><style>{style}</style>\n{inside}\n</svg>'
     )

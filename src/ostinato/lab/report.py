@@ -7,7 +7,7 @@ from html import escape
 from typing import Any, Final
 
 from ostinato.lab.model import LONGEST_US
-from ostinato.lab.picture import speedup_picture
+from ostinato.lab.picture import decode_picture, speedup_picture
 
 _STYLE: Final = """
 :root { color-scheme: light dark; }
@@ -45,8 +45,12 @@ def report(result: Mapping[str, Any]) -> str:
         "<h2>Overhead of the baseline</h2>",
         _table(_overhead_rows(result)),
     ]
+    # Results that were kept by an earlier version have none.
+    if result.get("acceptance"):
+        parts += ["<h2>What was asked</h2>", _table(acceptance_table(result["acceptance"]))]
     if result["decode"]:
-        parts += ["<h2>The engine's own step</h2>", _table(decode_table(result["decode"]))]
+        drawn = decode_picture(result["decode"])
+        parts += ["<h2>The engine's own step</h2>", drawn, _table(decode_table(result["decode"]))]
     if result["why_not"]:
         refused = (f"<li>{escape(f'{start}: {why}')}</li>" for start, why in result["why_not"].items())
         parts += ["<h2>What did not run</h2>", f"<ul>{''.join(refused)}</ul>"]
@@ -93,6 +97,13 @@ def _overhead_rows(result: Mapping[str, Any]) -> Iterable[Sequence[str]]:
         predicted, measured = row["overhead_predicted"], row["overhead_measured"]
         off = f"{predicted / measured - 1:+.0%}" if measured > 0 else "-"
         yield named(row), f"{predicted:.1%}", f"{measured:.1%}", off
+
+
+def acceptance_table(rows: Iterable[Mapping[str, Any]]) -> Iterable[Sequence[str]]:
+    """The laboratory's own acceptance figures, met or not and why; headings first."""
+    yield "asked", "", "found"
+    for row in rows:
+        yield row["asked"], "met" if row["is_met"] else "NOT MET", row["says"]
 
 
 def decode_table(rows: Iterable[Mapping[str, Any]]) -> Iterable[Sequence[str]]:

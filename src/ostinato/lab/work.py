@@ -96,6 +96,11 @@ class Timing:
     def kernel_us(self) -> float:
         return self.us / self.work.kernels
 
+    @property
+    def error_bar(self) -> float:
+        """How far rounding may take a result from the closed form."""
+        return ERROR_BAR * max(1.0, self.work.passes / 500) * max(1.0, self.largest / SMALL)
+
     def record(self) -> dict[str, Any]:
         return {
             **asdict(self.work),
@@ -115,6 +120,7 @@ class LabMachine(Protocol):
     kind: Literal["gpu", "cpu"]
     starts: tuple[str, ...]
     sizes: tuple[str, ...]  # of a work, that make a difference here
+    persistent: str  # the start that runs all steps after one launch
     why_not: dict[str, str]  # starts that cannot run here, and why
     spread: float  # the largest of the timings that `costs` was computed from
 
@@ -136,11 +142,10 @@ class LabMachine(Protocol):
 
 def checked(timing: Timing) -> Timing:
     """The timing, if its result is right: the time of a wrong result is not reported."""
-    bar = ERROR_BAR * max(1.0, timing.work.passes / 500) * max(1.0, timing.largest / SMALL)
-    if not timing.max_abs_err < bar:  # also where it is not a number
+    if not timing.max_abs_err < timing.error_bar:  # also where it is not a number
         raise InternalError(
-            f"{timing.start} computed a wrong result: max_abs_err {timing.max_abs_err:.3e}, at most {bar:.1e} allowed "
-            f"({timing.work})"
+            f"{timing.start} computed a wrong result: max_abs_err {timing.max_abs_err:.3e}, at most "
+            f"{timing.error_bar:.1e} allowed ({timing.work})"
         )
     return timing
 
