@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import gpu_lab
+from bench import gpu_check, gpu_lab
 from bench.gpu_frame import Ended, Job, Outcome
 from ostinato.lab.experiment import SMALL_N, ExperimentRow, accepted
 from ostinato.lab.model import StartCost, Workload
@@ -129,6 +129,18 @@ def test_the_engines_step_is_asked_of_every_mode_and_a_mode_without_a_figure_is_
         "persistent": "MISS",
     }
     assert gpu_lab.judge_decode(setting(device="cpu"), [ended()])[-1].verdict == "SKIP"
+
+
+@pytest.mark.slow
+def test_the_engines_step_runs_in_every_mode_of_a_cpu() -> None:
+    records = list(gpu_lab.decode("cpu", name="tiny", type="f32", n_prompt=8, n_gen=8))
+    found = gpu_lab.judge_decode(setting(device="cpu"), [ended(*records)])
+    assert [outcome.verdict for outcome in found] == ["PASS", "PASS", "SKIP"]
+    assert {check.name for check in gpu_check._checks() if check.part == "lab"} == {
+        "lab-starts",
+        "lab-decode",
+        "lab-programs",
+    }
 
 
 def test_a_program_that_finds_a_wrong_result_fails() -> None:
