@@ -15,8 +15,8 @@ from ostinato.backends.cuda.chip import (
     chunk_block,
     chunk_bytes,
     chunk_rows,
-    kept_iterations,
     other_cut,
+    reads_shared,
     stages_that_fit,
     step_block,
     step_bytes,
@@ -143,8 +143,14 @@ def test_what_prompt_attention_needs_is_what_the_compiler_asks_for() -> None:
     assert chunk_bytes(128, 2, 64, 3, row_bytes=136) == 59_392
     assert chunk_bytes(128, 4, 64, 1) == 98_304
     assert chunk_bytes(512, 2, 64, 2) == 204_800  # of compute capability 8
-    assert [kept_iterations(Chip(capability, 1, 1), 2) for capability in ((8, 9), (9, 0), (12, 0))] == [1, 2, 1]
-    assert chunk_bytes(512, 2, 64, 2, kept=2) >= 327_680 > TUNED.shared_bytes > chunk_bytes(512, 2, 64, 1)
+    assert [reads_shared(Chip(capability, 1, 1)) for capability in ((8, 9), (9, 0), (12, 0))] == [False, True, False]
+    # Of compute capability 9, where the weights of V are in registers.
+    for needed, stages, width, row_bytes in (
+        *((81_920, 2, 128, None), (163_840, 2, 256, None), (327_680, 2, 512, None)),
+        *((83_968, 3, 128, 136), (133_120, 2, 256, 272), (266_240, 2, 512, 544)),  # q8_0
+    ):
+        assert chunk_bytes(width, 2, 64, stages, row_bytes, shared=True) == needed + 64 * 64 * 2
+    assert chunk_bytes(512, 2, 64, 2, 544, shared=True) > TUNED.shared_bytes > chunk_bytes(512, 2, 64, 1)
 
 
 def test_only_keys_of_the_widest_heads_are_cut_otherwise_and_that_is_named() -> None:

@@ -45,24 +45,23 @@ def chunk_bytes(
     stages: int,
     row_bytes: int | None = None,
     *,
-    kept: int | None = None,
     rows: int = CHUNK_ROWS,
+    shared: bool = False,
 ) -> int:
-    """Shared memory that the prompt's attention takes at most: queries, blocks of K and V, and weights of V. A row of K
-    has `row_bytes` in the store, where those are not its bytes as it is multiplied. `kept`: iterations whose blocks are
-    there at once, one less than stages unless given (`kept_iterations`)."""
+    """Shared memory that the prompt's attention takes at most: queries, weights of V, and blocks of K and V of all
+    iterations in flight but the running one; `shared`: of that one too (`reads_shared`). A row of K has `row_bytes` in
+    the store, where those are not its bytes as it is multiplied."""
     queries, weights = rows * width * item_bytes, rows * block * item_bytes
+    keys = values = block * width * item_bytes
     if stages == 1:
-        keys = values = block * width * item_bytes
         return queries + max(keys, weights) + values  # weights take the place of keys
-    kept = stages - 1 if kept is None else kept
-    return queries + kept * 2 * block * (row_bytes or width * item_bytes) + weights
+    coming = (stages - 1) * 2 * block * (row_bytes or width * item_bytes)
+    return queries + coming + weights + (keys + values if shared else 0)
 
 
-def kept_iterations(chip: Chip, stages: int) -> int:
-    """Whose blocks of K and V are in shared memory at once: on Hopper and the first Blackwells tensor cores read them
-    there, so that of the running iteration stays, too."""
-    return stages if chip.capability[0] in (9, 10) else stages - 1
+def reads_shared(chip: Chip) -> bool:
+    """Whether tensor cores read the blocks that they multiply in shared memory: Hopper's and the first Blackwells'."""
+    return chip.capability[0] in (9, 10)
 
 
 def chunk_block(chip: Chip, width: int, item_bytes: int) -> int:

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.chip import chunk_block, chunk_bytes, chunk_rows, kept_iterations, padded
+from ostinato.backends.cuda.chip import chunk_block, chunk_bytes, chunk_rows, padded, reads_shared
 from ostinato.backends.cuda.launch import FLOATS, TritonLaunch, checked
 from ostinato.backends.cuda.triton.attend import (
     LOG2_E,
@@ -89,8 +89,7 @@ def bind_chunk_attention(
     stages = 1 if exact and width > 64 else stages_for(heads, kv)
     row_bytes = wide * kv.keys.element_size() + (0 if kv.key_scales is None else 2 * wide // Q8_BLOCK)
     while stages > 1:
-        kept = kept_iterations(chip, stages)
-        needed = chunk_bytes(wide, item_bytes, block, stages, row_bytes, kept=kept, rows=rows)
+        needed = chunk_bytes(wide, item_bytes, block, stages, row_bytes, rows=rows, shared=reads_shared(chip))
         if needed <= chip.shared_bytes:
             break
         stages -= 1
