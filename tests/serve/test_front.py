@@ -213,6 +213,7 @@ def test_the_tokenizer_of_each_model_is_told(fronted: Fronted) -> None:
         own = jinja2.Template(info["chat_template"]).render(**words, bos_token=BOS, eos_token=EOS)
         assert own == fronted.post("/apply-template", {"model": name, "messages": HELLO}).json()["prompt"]
     assert fronted.get("/tokenizer_info?model=none").status_code == 404
+    fronted.until(lambda: any((one["path"], one.get("model")) == ("/tokenizer_info", "two") for one in fronted.log))
 
 
 def test_any_model_answers_to_any_name_and_says_that_it_was_ignored(two: tuple[Path, Path]) -> None:

@@ -19,6 +19,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
+from ostinato import LLM
+from ostinato.errors import BadFile
 from ostinato.serve.app import policy_for
 from tests.serve.browser import browser
 from tests.serve.fronting import fronting
@@ -452,11 +454,28 @@ def test_one_of_two_models_is_loaded_by_the_first_message_to_it(driver: Any, tin
         page = Page(driver, server.url)
         page.until(lambda: page.run("return models.size") == 2, "both are listed")
         page.find("#model").send_keys("other")
+        about = "return $('about').textContent"
+        page.until(lambda: page.run(about) == "loaded by the first message", "it is told that it is not in memory")
+        page.until(lambda: len(page.all("#slots > *")) == 0, "it has no slots yet")
         page.answered("hello")
         assert page.run("return wire.request").count('"other"') == 1
         assert server.state(1) == "ready"
+        page.until(lambda: page.run(about).startswith("loop on cpu"), "it is told how it runs")
         page.until(lambda: page.run("return contextOf('other')") == 256, "its context is listed now")
-        page.until(lambda: len(page.all("#slots > *")) == 4, "the slots of both are shown")
+        page.until(lambda: len(page.all("#slots > *")) == 2, "its slots are shown")
+
+
+def test_models_are_listed_although_none_is_in_memory(driver: Any, tiny: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny, tmp_path / "other.gguf")
+
+    def load(index: int) -> LLM:
+        raise BadFile("it is damaged")
+
+    with fronting(tiny, tmp_path / "other.gguf", load=load) as server:
+        assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 503
+        page = Page(driver, server.url)
+        page.until(lambda: page.run("return models.size") == 2, "both are listed")
+        page.until(lambda: page.run("return $('about').textContent") == "it is damaged", "what is wrong is told")
 
 
 SCHEMA = (

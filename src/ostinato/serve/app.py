@@ -249,8 +249,8 @@ def _add_endpoint(app: FastAPI, service: Service, one: Endpoint, tag: str) -> No
 
 def _add_tokenizer_info(app: FastAPI, service: Service) -> None:
     @app.get(TOKENIZER_INFO, tags=["text"], summary="Special tokens and chat template", responses=_responses(404, 503))
-    async def info(model: str | None = None) -> Response:
-        return tokenizer_info(service, model)
+    async def info(request: Request, model: str | None = None) -> Response:
+        return tokenizer_info(service, model, request)
 
 
 def _add_kept_responses(app: FastAPI, service: Service) -> None:

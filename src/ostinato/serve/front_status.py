@@ -64,7 +64,8 @@ class FrontStatus:
     async def slots(self) -> dict[str, Any]:
         reports = await self._reports("/slots")
         made = merged.merged_slots([{"model": id, **page} for id, page in reports.items()], name="model")
-        return {**made, "models": [model.report() for model in self._models.all]}
+        own = {id: {name: page.get(name) for name in ("waiting", "pages", "gaps")} for id, page in reports.items()}
+        return {**made, "models": [{**model.report(), **own.get(model.id, {})} for model in self._models.all]}
 
     async def metrics(self) -> bytes:
         pages = {id: page.decode() for id, page in (await self._pages("/metrics")).items()}

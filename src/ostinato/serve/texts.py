@@ -49,9 +49,10 @@ async def apply_template(service: Service, body: TemplateBody, request: Request)
     return json_response({"prompt": await service.in_template_thread(rendered, service, llm, asked)})
 
 
-def tokenizer_info(service: Service, model: str | None) -> Response:
+def tokenizer_info(service: Service, model: str | None, request: Request) -> Response:
     """Special tokens and chat template, by the names that `tokenizer_config.json` has for them."""
     llm = service.llm(model)
+    request.state.record.model = service.model_id
     tokenizer, template = llm.tokenizer, llm.template
     special = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     return json_response(
