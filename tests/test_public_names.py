@@ -21,8 +21,8 @@ NAMES = [
 METHODS = {
     "activations", "chat", "chat_ids", "chat_text", "close", "context", "decoder", "detokenize", "device", "dtype",
     "each_embedding", "each_token_logprobs", "embed", "fault", "fingerprint", "generate", "kv_type", "load_state",
-    "logits", "mode", "rank", "rank_pairs", "save_state", "score", "slots", "stats", "stream", "stream_chat", "submit",
-    "threads", "token_logprobs", "tokenize", "why_not",
+    "logits", "loop_follows", "mode", "rank", "rank_pairs", "save_state", "score", "slots", "stats", "stream",
+    "stream_chat", "submit", "threads", "token_logprobs", "tokenize", "why_not",
 }  # fmt: skip
 ASYNC_METHODS = {
     "chat", "close", "embed", "generate", "llm", "open", "rank", "score", "stream", "stream_chat", "token_logprobs",

@@ -38,6 +38,7 @@ from ostinato.engine.answer import Completion as Completion
 from ostinato.engine.answer import Piece as Piece
 from ostinato.engine.answer import Timings as Timings
 from ostinato.engine.choose import backend_of, choose
+from ostinato.engine.constraint import Constrain, compiled_grammar
 from ostinato.engine.defaults import default_sampling
 from ostinato.engine.engine import Engine
 from ostinato.engine.load import load_model
@@ -55,7 +56,7 @@ from ostinato.engine.request import (
 from ostinato.engine.saved import largest_state_bytes, load_sequence, save_sequence
 from ostinato.engine.stats import SlotView, Stats
 from ostinato.engine.texts import TextLogprobs, each_logprobs, each_vector, logits_of, logprobs_of, scores_of
-from ostinato.errors import BadFile, BadInput, BadOption, QueueFull, Unsupported, listing
+from ostinato.errors import BadFile, BadInput, BadOption, HardwareCannot, QueueFull, Unsupported, listing
 from ostinato.extras import check_extra
 from ostinato.files import store
 from ostinato.files.checkpoint import Checkpoint, open_checkpoint
@@ -79,7 +80,6 @@ from ostinato.text.template import ChatTemplate
 if TYPE_CHECKING:
     from ostinato.decoder.cells.decoder import Decoder
     from ostinato.decoder.cells.text_encoder import TextEncoder
-    from ostinato.engine.constraint import Constrain
     from ostinato.text.matchers import Matchers
     from ostinato.text.tokenizer import Tokenizer
 
@@ -187,9 +187,11 @@ class LLM:
             texts.result()
         self.defaults = default_sampling(checkpoint)
         ends, n_tokens = self.tokenizer.eog_ids, self.tokenizer.vocab_size
-        constrain = _constrain(self.tokenizer, shape.vocab)
+        self._constrain = _constrain(self.tokenizer, shape.vocab)
         self._loop_engine = (
-            Engine(model, settled, eog_ids=ends, n_tokens=n_tokens, queue=self._options.queue, constrain=constrain)
+            Engine(
+                model, settled, eog_ids=ends, n_tokens=n_tokens, queue=self._options.queue, constrain=self._constrain
+            )
             if shape.causal or backend_of(settled).opens_encoders
             else None
         )
@@ -239,6 +241,25 @@ class LLM:
     def why_not(self) -> tuple[str, ...]:
         """Why no higher mode runs, a sentence for each."""
         return () if self._loop_engine is None else self._loop_engine.why_not
+
+    def loop_follows(self, sampling: Sampling) -> bool:
+        """Whether the loop would follow the constraint of an answer by itself, without masks of the host.
+
+        >>> llm.loop_follows(Sampling(regex="[0-9]+"))                                 # doctest: +SKIP
+
+        Args:
+            sampling: the options of the answer; without a constraint there is nothing to follow.
+
+        Returns:
+            False also where the constraint cannot be followed at all.
+        """
+        if sampling.rule is None or self._loop_engine is None or self._loop_engine.runner.grammars is None:
+            return False
+        try:
+            found = self._constrain(sampling)
+        except (BadInput, Unsupported, HardwareCannot):
+            return False
+        return found is not None and compiled_grammar(found) is not None
 
     def stats(self) -> Stats:
         """The engine's counts: steps, tokens, gaps between them, pages, and requests in slots and in the queue.

@@ -290,6 +290,15 @@ TOOLS: Any = [
 ]
 
 
+def test_the_loop_watches_for_optional_calls_and_a_schema_that_cannot_be_followed_is_no_error(server: Running) -> None:
+    odd = {"type": "object", "properties": {"all": {"type": "array", "uniqueItems": True}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "odd", "parameters": odd}}]
+    for choice, path in (("auto", "device+stack"), ("none", None)):
+        reply = server.post("/v1/chat/completions", {"messages": HELLO, "tools": tools, "tool_choice": choice, **FEW})
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["timings"]["grammar"] == path
+
+
 def test_a_required_call_comes_back_parsed_streamed_or_not(client: openai.OpenAI) -> None:
     words: Any = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", **FEW, "max_tokens": 150}
     words["parallel_tool_calls"] = False

@@ -180,7 +180,7 @@ TOOLS = [Tool("get", "", SCHEMA), Tool("put", "", {"properties": {"k": {"enum": 
 
 
 def tool_rules() -> list[Rule]:
-    """Forced calls, and calls or an answer, in every format, with markers as text and as special tokens."""
+    """Forced calls, calls or an answer, and calls in free text, in every format; markers are text or special tokens."""
     found = []
     for name, shape in _SHAPES.items():
         for special in ({}, {marker: number for number, marker in enumerate(shape.markers)}):
@@ -189,6 +189,8 @@ def tool_rules() -> list[Rule]:
                 format.grammar(TOOLS, "required"),
                 format.grammar(TOOLS, TOOLS[0]),
                 format.grammar(TOOLS, "auto", schema=json.dumps(SCHEMA)),
+                format.triggered_grammar(TOOLS),
+                format.triggered_grammar(TOOLS, parallel=False),
             ]
             found += [Rule("grammar", rule) for rule in made if rule is not None]
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -16,15 +16,16 @@ import jsonschema
 import pytest
 
 from ostinato.errors import BadInput
-from ostinato.options import Sampling
+from ostinato.options import Rule, Sampling
 from ostinato.text.answer import AnswerReader
+from ostinato.text.automaton import GrammarMasks, Trie, of_rule
 from ostinato.text.channels import ChannelParser
 from ostinato.text.folder import tokenizer_from_folder
 from ostinato.text.grammar import Grammars
 from ostinato.text.stream import TextStream
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tokenizer import Tokenizer
-from ostinato.text.tools import Tool, ToolFormat, read_allowed, read_choice, read_tools
+from ostinato.text.tools import _SHAPES, FormatName, Tool, ToolFormat, read_allowed, read_choice, read_tools
 from tests.models import tiny_text
 from tests.text.templates import CHATML, TURNS
 from tests.text.test_grammar import allowed
@@ -246,6 +247,81 @@ def test_a_choice_may_allow_some_of_the_tools() -> None:
     ):
         with pytest.raises(BadInput, match=why):
             read_allowed(bad, TOOLS)
+
+
+# Optional calls
+
+
+def follows(how: ToolFormat, text: str, *, tools: Sequence[Tool] = TOOLS, parallel: bool = True) -> str:
+    """What a triggered grammar says of a text: `ends`, `goes on`, or what is left where it refuses. A control token is
+    written by its marker."""
+    grammar = how.triggered_grammar(tools, parallel=parallel)
+    assert grammar is not None
+    masks = GrammarMasks(of_rule(Rule("grammar", grammar)), Trie([b"x"] * 200, list(range(200))), 200)
+    position = masks.begin()
+    while text:
+        marker = next((marker for marker in how.special if text.startswith(marker)), None)
+        left = text.removeprefix(marker or text[0])
+        if marker is None:
+            taken = masks.take_bytes(position, text[0].encode())
+        else:
+            taken = masks.take(position, how.special[marker])
+        if not taken:
+            return text
+        text = left
+    return "ends" if masks.ends(position) else "goes on"
+
+
+WRITTEN: dict[FormatName, tuple[str, str]] = {  # what begins a call, and the rest of it
+    "hermes": ("<tool_call>", '\n{"name": "weather", "arguments": {"city":"Rome"}}\n</tool_call>'),
+    "llama": ('{"name": "weather", "parameters": ', '{"city":"Rome"}}'),
+    "plain": ('{"name": "weather", "parameters": ', '{"city":"Rome"}}'),
+    "mistral": ("[TOOL_CALLS]", '[{"name": "weather", "arguments": {"city":"Rome"}}]'),
+    "mistral-named": ("[TOOL_CALLS]", 'weather[ARGS]{"city":"Rome"}'),
+    "phi": ("<|tool_call|>", '[{"name": "weather", "arguments": {"city":"Rome"}}]<|/tool_call|>'),
+    "granite": ("<|tool_call|>", '[{"name": "weather", "arguments": {"city":"Rome"}}]'),
+    "nemotron": ("<TOOLCALL>", '[{"name": "weather", "arguments": {"city":"Rome"}}]</TOOLCALL>'),
+}
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "control tokens"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_text_is_free_until_a_call_begins_and_then_its_schema_holds(name: FormatName, special: bool) -> None:
+    markers = _SHAPES[name].markers
+    how = ToolFormat(name, markers, {marker: 10 + i for i, marker in enumerate(markers)} if special else {})
+    begin, rest = WRITTEN[name]
+    bare = name in ("llama", "plain")
+    for free in ("", "No.", 'Say {"name": 3}, é\n<tool', '{"name": "other", "parameters": {}}'):
+        assert follows(how, free) == "ends"
+    assert follows(how, begin + rest) == "ends"
+    assert follows(how, begin + rest.partition("me")[0]) == "goes on"
+    assert follows(how, begin + rest.replace("Rome", "Anywhere")).startswith("re")  # six characters at most
+    assert follows(how, begin + rest.replace("city", "town")).startswith("town")
+    if not bare:
+        assert follows(how, f"I look. {begin}{rest} Done.") == "ends"
+        assert follows(how, begin + rest.replace("weather", "whether")).startswith("hether")
+
+
+def test_an_optional_call_comes_once_where_calls_are_not_parallel() -> None:
+    how = ToolFormat("hermes", (), {})
+    call = "".join(WRITTEN["hermes"])
+    assert follows(how, f"{call}\n{call}") == "ends"
+    assert follows(how, f"{call}\n{call}", parallel=False).startswith(">" + WRITTEN["hermes"][1])
+    assert follows(how, f"{call} And that is all.", parallel=False) == "ends"
+
+
+def test_a_schema_that_cannot_be_followed_leaves_an_optional_call_any_object() -> None:
+    odd = Tool("odd", "", {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}})
+    how = ToolFormat("hermes", (), {})
+    call = '<tool_call>\n{"name": "odd", "arguments": {"b":[1,1]}}\n</tool_call>'
+    assert follows(how, call, tools=[odd]) == "ends"
+    with pytest.raises(BadInput, match="uniqueItems"):
+        how.grammar([odd], "required")
+
+
+@pytest.mark.parametrize("name", ["tags", "seed", "key-tags", "atem", "python", "gemma", "harmony"])
+def test_formats_that_are_no_json_leave_optional_calls_free(name: FormatName) -> None:
+    assert ToolFormat(name, (), {}).triggered_grammar(TOOLS) is None
 
 
 # Into the prompt

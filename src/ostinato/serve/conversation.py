@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 from ostinato.engine.request import Token, check_generates
+from ostinato.errors import BadOption
 from ostinato.llm import LLM
 from ostinato.options import Sampling
 from ostinato.serve.answers import Answers, GenerationInput, TokenUpdate, repeated
@@ -160,11 +161,18 @@ def prepare(
     """The engine's request, and what makes the parser of one answer's text."""
     service.check_length(text, asked.names.messages)
     speaks, tools, sampling = service.tool_format, asked.tools, asked.sampling
+    thinking = service.reasoning
+
+    def after_thinking(sampling: Sampling) -> Sampling:
+        calls = sampling.rule != asked.sampling.rule
+        return sampling if thinking is None else thinking.before(sampling, text, calls=calls)
+
     if tools:
         sampling = _calling(speaks, asked)
-    thinking = service.reasoning
-    if thinking is not None:
-        sampling = thinking.before(sampling, text, calls=sampling.rule != asked.sampling.rule)
+    if tools and asked.choice == "auto" and sampling.rule is None:
+        sampling = _triggered(speaks, llm, asked, after_thinking) or sampling
+    else:
+        sampling = after_thinking(sampling)
     show = (*(speaks.markers if tools else ()), *(thinking.markers if thinking is not None else ()))
 
     said = _text_of(asked.messages[-1]) if asked.continues else ""
@@ -173,7 +181,7 @@ def prepare(
         return AnswerReader(
             None if thinking is None else thinking.continued(said) if said else thinking.parser(text),
             speaks.parser(tools) if tools else None,
-            most_calls=None if asked.parallel else 1,  # an optional call has no grammar that could limit it to one
+            most_calls=None if asked.parallel else 1,  # an optional call may have no grammar that limits it to one
         )
 
     return GenerationInput(llm.tokenizer.encode_rendered(text), sampling, not said, show), reader
@@ -194,6 +202,19 @@ def _calling(speaks: ToolFormat, asked: ChatRequest) -> Sampling:
     schema = None if format is None else format.text
     rule = speaks.grammar(asked.tools, asked.choice, parallel=asked.parallel, schema=schema)
     return sampling if rule is None else replace(sampling, schema=None, json_mode=False, grammar=rule)
+
+
+def _triggered(
+    speaks: ToolFormat, llm: LLM, asked: ChatRequest, after_thinking: Callable[[Sampling], Sampling]
+) -> Sampling | None:
+    """The sampling whose optional calls follow their functions' schemas; None where the loop does not follow that by
+    itself: then they are unconstrained, since masks of the host would delay every token."""
+    rule = speaks.triggered_grammar(asked.tools, parallel=asked.parallel)
+    try:
+        made = None if rule is None else after_thinking(replace(asked.sampling, grammar=rule))
+    except BadOption:  # it is too long
+        return None
+    return made if made is not None and llm.loop_follows(made) else None
 
 
 def effort_options(template: ChatTemplate | None, effort: str) -> dict[str, Any] | None:

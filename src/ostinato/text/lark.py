@@ -1,8 +1,8 @@
 """Grammars in Lark, as llguidance reads it, as programs of the grammar compiler.
 
 Read are rules and terminals of strings, regular expressions, groups, repeats, `%json`, token ids (`<[7]>`), rules that
-end with a `suffix`, and references to other grammars (`@answer`). Everything else is refused. Strings, regular
-expressions and terminals are lexemes: each takes as much text as it can.
+end with a `suffix`, references to other grammars (`@answer`), and `&` and `~` in terminals. Everything else is refused.
+Strings, regular expressions and terminals are lexemes: each takes as much text as it can.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TOKEN: Final = re.compile(
     |(?P<special><\[[0-9]+(?:,[0-9]+)*\]>)
     |(?P<name>@?[A-Za-z_][A-Za-z0-9_-]*)
     |(?P<range>\{[0-9]*(?:,[0-9]*)?\})
-    |(?P<sign>[:|()\[\]*+?=,])""",
+    |(?P<sign>[:|()\[\]*+?=,&~])""",
     re.VERBOSE,
 )
 _MAX_DEPTH: Final = 60
@@ -167,15 +167,24 @@ class _LarkReader:
     def _alternatives(self, lexical: bool, deep: int) -> int:
         if deep > _MAX_DEPTH:
             raise BadOption("the grammar is nested too deep")
-        nodes = [self._sequence(lexical, deep)]
+        nodes = [self._conjunction(lexical, deep)]
         while self._eat("|"):
-            nodes.append(self._sequence(lexical, deep))
+            nodes.append(self._conjunction(lexical, deep))
         return self._p.either(nodes)
+
+    def _conjunction(self, lexical: bool, deep: int) -> int:
+        nodes = [self._sequence(lexical, deep)]
+        while lexical and self._eat("&"):
+            nodes.append(self._sequence(lexical, deep))
+        return nodes[0] if len(nodes) == 1 else self._p.both(*nodes)
 
     def _sequence(self, lexical: bool, deep: int) -> int:
         nodes = []
-        while self._at < len(self._tokens) and not self._begins_rule() and not self._is_next("|", ")", "]"):
-            nodes.append(self._repeated(self._atom(lexical, deep)))
+        while self._at < len(self._tokens) and not self._begins_rule() and not self._is_next("|", "&", ")", "]"):
+            if lexical and self._eat("~"):
+                nodes.append(self._p.negated(self._repeated(self._atom(lexical, deep))))
+            else:
+                nodes.append(self._repeated(self._atom(lexical, deep)))
         return self._p.cat(*nodes)
 
     def _repeated(self, node: int) -> int:

@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
-from ostinato.errors import BadInput
+from ostinato.errors import BadInput, BadOption
 from ostinato.text import block_calls, channels
 from ostinato.text.answer import Parser
 from ostinato.text.block_calls import GEMMA_MARKERS, PYTHON_MARKERS, BlockCalls, BlockForm
 from ostinato.text.call_parser import JsonCalls
-from ostinato.text.grammar import compact, with_control_tokens
+from ostinato.text.grammar import compact, literal, with_control_tokens
 from ostinato.text.literals import GEMMA_QUOTE
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tokenizer import Tokenizer
@@ -242,7 +242,7 @@ class ToolFormat:
             return None
         callable_now = [choice] if isinstance(choice, Tool) else list(tools)
         several = parallel and not isinstance(choice, Tool) and not _SHAPES[self.name].single
-        lines = self._call_rules(callable_now, several=several)
+        lines = self._call_rules(_SHAPES[self.name], callable_now, several=several)
         if choice == "auto":
             lines.append("start: calls | answer")
             lines.append(f"answer: {self._text(_SHAPES[self.name].answer)} %json {_json(json.loads(schema or '{}'))}")
@@ -250,15 +250,47 @@ class ToolFormat:
             lines.append("start: calls")
         return "\n".join(lines)
 
-    def _call_rules(self, tools: Sequence[Tool], *, several: bool) -> list[str]:
-        """Rules named `calls` and `call`, in Lark as llguidance reads it."""
+    def triggered_grammar(self, tools: Sequence[Tool], *, parallel: bool = True) -> str | None:
+        """For `Sampling(grammar=...)` where the model may call: any text, and from what begins a call on, that call
+        with arguments that follow its function's schema. None for a format whose calls are no JSON, or are messages of
+        their own."""
         shape = _SHAPES[self.name]
+        if self.name in _BLOCKS or shape.single:
+            return None
+        opening = shape.first or shape.begin
+        marker = next((marker for marker in shape.markers if opening.startswith(marker)), None)
+        again = "*" if parallel else "?"
+        lines = [r"ANY: /(.|\n)*/"]
+        if marker is None:  # calls are told from text by their whole beginning
+            tags = "".join(f"{self._text(tag)}? " for tag in shape.markers if tag in self.special)
+            begins = " | ".join(literal(shape.begin.replace("NAME", tool.name)) for tool in tools)
+            lines += [f"start: {tags}calls | OTHER", f"OTHER: ANY & ~(({begins}) ANY)"]
+        elif marker in self.special:
+            lines.append(f"start: ANY (calls ANY){again}")
+        else:
+            shape = shape.after(marker)
+            lines += [f"start: (begin calls){again} OTHER", f"begin[suffix={literal(marker)}]: ANY"]
+            lines.append(f"OTHER: ANY & ~(ANY {literal(marker)} ANY)")
+        several = parallel and (marker is None or bool(_SHAPES[self.name].first))
+        return "\n".join([*lines, *self._call_rules(shape, tools, several=several, any_object=True)])
+
+    def _call_rules(
+        self, shape: _Shape, tools: Sequence[Tool], *, several: bool, any_object: bool = False
+    ) -> list[str]:
+        """Rules named `calls` and `call`, in Lark as llguidance reads it. A schema that cannot be followed is refused,
+        or with `any_object` replaced by any object."""
         rules = []
         for number, tool in enumerate(tools):
             begin = self._text(shape.begin.replace("NAME", tool.name))
             rules.append(f"call_{number}: {begin} args_{number} {self._text(shape.end)}".rstrip())
             name = f"tools[{number}].function.parameters of {tool.name!r}"
-            rules.append(f"args_{number}: %json {_json(_closed(tool.parameters), name)}")
+            try:
+                schema = _json(_closed(tool.parameters), name)
+            except BadOption:
+                if not any_object:
+                    raise
+                schema = _json({"type": "object"})
+            rules.append(f"args_{number}: %json {schema}")
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
         more = f"({self._text(shape.between)} call)*" if several else ""
         rules.append(f"calls: {self._text(shape.first)} call {more} {self._text(shape.last)}")
@@ -281,6 +313,12 @@ class _Shape:
     last: str = ""
     answer: str = ""  # before an answer that is not a call
     single: bool = False  # an answer ends with its first call
+
+    def after(self, marker: str) -> _Shape:
+        """The same behind the marker that its first call begins with."""
+        if self.first:
+            return replace(self, first=self.first.removeprefix(marker))
+        return replace(self, begin=self.begin.removeprefix(marker))
 
 
 def _tagged(outer: tuple[str, str], before: str = "") -> _Shape:

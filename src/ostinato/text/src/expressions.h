@@ -632,9 +632,19 @@ class Expressions {
         nullable &= nodes_[id].nullable;
       }
       if (std::find(of.begin(), of.end(), 1) != of.end()) return nullable ? 1 : 0;
+      for (int id : of)
+        if (nodes_[id].op == NOT && excludes(nodes_[id].a, of)) return 0;
     }
     if (of.size() == 1) return of[0];
     return make(op, 0, int(of.size()), 0, 0, 0, of.data());
+  }
+  // Whether an expression, or one of its alternatives, is among those that are sorted in `of`.
+  bool excludes(int id, const std::vector<int>& of) const {
+    const Node& n = nodes_[id];
+    if (n.op != OR) return std::binary_search(of.begin(), of.end(), id);
+    for (int i = n.a; i < n.a + n.b; ++i)
+      if (std::binary_search(of.begin(), of.end(), pool_[i])) return true;
+    return false;
   }
   int all_ = -1;
   int everything_or_none() {
