@@ -190,6 +190,33 @@ def test_a_killed_worker_and_a_killed_front_are_replaced(tiny: Path) -> None:
         assert worker_of(running) == worker
 
 
+def test_the_streams_of_every_api_end_with_one_error_when_their_worker_is_killed(tiny: Path) -> None:
+    same = {"messages": HELLO, "stream": True, "ignore_eos": True, "max_tokens": 3000}
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: same,
+        "/v1/messages": same,
+        "/v1/responses": {"input": "hello", "stream": True, "ignore_eos": True, "max_output_tokens": 3000},
+        "/api/chat": {"messages": HELLO, "options": {"ignore_eos": True, "num_predict": 3000}},
+    }
+    with program(str(tiny), "--port", "0", "--slots", "4", *SLOW) as running, ExitStack() as opened:
+        running.until("ready: ")
+        http = opened.enter_context(httpx2.Client(base_url=running.url, timeout=DEADLINE_S))
+        streams = {}
+        for path, body in bodies.items():
+            streams[path] = opened.enter_context(http.stream("POST", path, json=body)).iter_lines()
+            assert any(line for line in streams[path])
+        os.kill(worker_of(running), signal.SIGKILL)
+        errors = {}
+        for path, lines in streams.items():
+            events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith(("data: ", "{"))]
+            errors[path] = events[-1]
+            assert sum("error" in event or event.get("type") == "error" for event in events) == 1
+    assert "has died" in errors["/api/chat"]["error"]
+    assert errors[CHAT]["error"]["code"] == "engine_restarting"
+    assert errors["/v1/messages"]["error"]["type"] == "overloaded_error"
+    assert errors["/v1/responses"]["type"] == "error"
+
+
 def test_the_death_of_one_models_worker_is_not_that_of_another(tiny: Path, tmp_path: Path) -> None:
     shutil.copy(tiny, tmp_path / "other.gguf")
     shutil.copy(tiny, tmp_path / "bad.gguf")
