@@ -93,6 +93,16 @@ class Fields:
             raise self._wrong(key, value, f"a list of {length} positive numbers")
         return tuple(float(v) for v in value)
 
+    def counts(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers that are not negative; empty where there is none."""
+        value = self.raw(key)
+        if value is None:
+            return ()
+        found = value.tolist() if isinstance(value, np.ndarray) else value
+        if not isinstance(found, (list, tuple)) or not all(type(v) is int and v >= 0 for v in found):
+            raise self._wrong(key, value, "a list of whole numbers")
+        return tuple(found)
+
     def inside(self, key: str) -> "Fields":
         """The mapping under a key, read the same way; an absent one is empty."""
         value = self.raw(key)

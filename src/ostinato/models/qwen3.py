@@ -14,7 +14,7 @@ from ostinato.models.family import COMMON_NAMES, Family
 from ostinato.models.fields import Description
 from ostinato.models.pooling import pooling_of_gguf
 from ostinato.models.qwen2 import without_unused_window
-from ostinato.models.shape import ExpertShape, Shape, common_from_gguf
+from ostinato.models.shape import ExpertShape, Shape, common_from_gguf, sectioned
 from ostinato.models.tensors import SWAPPED, Transform
 
 
@@ -65,8 +65,14 @@ QWEN3 = Family(
     model=model_or_ranker,
 )
 
-# The text part of Qwen3-VL. Its rotary sections are of height, width and time, which are one position in a text.
-QWEN3_VL = Family("qwen3vl", LAYER, text_types=("qwen3_vl_text",), shape_from_config=without_unused_window)
+# The text part of Qwen3-VL. Its rotary sections are of time, height and width, which are one position in a text.
+QWEN3_VL = Family(
+    "qwen3vl",
+    LAYER,
+    text_types=("qwen3_vl_text",),
+    shape_from_gguf=sectioned(common_from_gguf),
+    shape_from_config=sectioned(without_unused_window),
+)
 
 # The same of its sizes with experts, which a folder keeps in one tensor for all: as [expert, in, out] where its authors
 # published it, as [expert, out, in] where newer tools wrote it.
@@ -75,8 +81,8 @@ QWEN3_VL_MOE = Family(
     LAYER,
     text_types=("qwen3_vl_moe_text",),
     config_defaults={"norm_topk_prob": True},
-    shape_from_gguf=moe_from_gguf,
-    shape_from_config=moe_from_config,
+    shape_from_gguf=sectioned(moe_from_gguf),
+    shape_from_config=sectioned(moe_from_config),
     names={
         **COMMON_NAMES,
         "model.layers.*.mlp.gate": "blk.*.ffn_gate_inp",

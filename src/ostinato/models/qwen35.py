@@ -1,8 +1,8 @@
 """qwen35, qwen35moe and qwen3next: three layers with a gated delta net, then one with attention, whose output has a
 gate; in each a gated MLP, or experts beside a shared block with a gate.
 
-Rotary positions turn a quarter of a head. Their sections for time, height and width of a picture have the same
-position for text, so they are plain. Safetensors keep norms as their distance from 1, but for the delta net's own.
+Rotary positions turn a quarter of a head, in sections for time, height and width of a picture; in a text the three are
+one position. Safetensors keep norms as their distance from 1, but for the delta net's own.
 Value heads that share a key head stand side by side; in GGUF files of qwen35 they stand a number of key heads apart.
 qwen3next keeps what goes into a delta net by key heads, all parts of one before those of the next.
 """
@@ -19,7 +19,15 @@ from ostinato.models.builder import Builder
 from ostinato.models.experts import EXPERT_NAMES, count_from_config, dense_layers, experts_from_gguf, shared_names
 from ostinato.models.family import COMMON_NAMES, Family
 from ostinato.models.fields import Description, Fields
-from ostinato.models.shape import DeltaShape, ExpertShape, Shape, common_from_config, common_from_gguf, layer_types
+from ostinato.models.shape import (
+    DeltaShape,
+    ExpertShape,
+    Shape,
+    common_from_config,
+    common_from_gguf,
+    layer_types,
+    sectioned,
+)
 from ostinato.models.tensors import CHANNELS, MINUS_EXP, PLUS_ONE, ROW, Transform
 
 ATTENDS_EVERY = 4
@@ -162,8 +170,8 @@ QWEN35 = Family(
     LAYER,
     hf=("Qwen3_5ForCausalLM",),
     text_types=("qwen3_5_text",),
-    shape_from_gguf=shape_from_gguf,
-    shape_from_config=shape_from_config,
+    shape_from_gguf=sectioned(shape_from_gguf),
+    shape_from_config=sectioned(shape_from_config),
     names=NAMES,
     gguf_names=GGUF_NAMES,
     config_transforms=CONFIG_TRANSFORMS,
@@ -174,8 +182,8 @@ QWEN35_MOE = Family(
     LAYER,
     hf=("Qwen3_5MoeForCausalLM",),
     text_types=("qwen3_5_moe_text",),
-    shape_from_gguf=moe_from_gguf,
-    shape_from_config=moe_from_config,
+    shape_from_gguf=sectioned(moe_from_gguf),
+    shape_from_config=sectioned(moe_from_config),
     names=MOE_NAMES,
     gguf_names=GGUF_NAMES,
     gguf_transforms=GGUF_TRANSFORMS,

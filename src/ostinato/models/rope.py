@@ -32,6 +32,23 @@ class Rope:
     # longrope keeps two sets of divisors: `divisors` for sequences up to original_context, these for longer ones
     long_divisors: tuple[float, ...] | None = None
     original_context: int | None = None
+    # How many pairs turn by each dimension of a position: time, height, width. Empty: a position is one number.
+    sections: tuple[int, ...] = ()
+
+    @property
+    def n_dimensions(self) -> int:
+        """Of a position: in a text they are equal, in a picture they are not."""
+        return len(self.sections) or 1
+
+    @property
+    def dimensions(self) -> tuple[int, ...]:
+        """By which dimension of a position each pair turns. Sections are interleaved; what is left over goes by time.
+
+        >>> Rope(1e4, 16, "halves", sections=(4, 2, 2)).dimensions
+        (0, 1, 2, 0, 1, 2, 0, 0)
+        """
+        taken = [pair % len(self.sections) if self.sections else 0 for pair in range(self.width // 2)]
+        return tuple(d if d and pair < len(self.sections) * self.sections[d] else 0 for pair, d in enumerate(taken))
 
 
 def frequencies_of(rope: Rope, n_sets: int = 1) -> Floats:
@@ -44,6 +61,15 @@ def frequencies_of(rope: Rope, n_sets: int = 1) -> Floats:
     plain = np.float32(1) / np.power(np.float64(rope.base), powers.astype(np.float64)).astype(np.float32)
     sets = (rope.divisors, rope.long_divisors or rope.divisors)
     return np.stack([plain if each is None else plain / np.array(each, np.float32) for each in sets[:n_sets]])
+
+
+def with_sections(rope: Rope, f: Fields) -> Rope:
+    """The rope with the sections that a file states: config.json in its rope, GGUF with a fourth that is not used."""
+    settings = f.inside("rope_parameters") if f.has("rope_parameters") else f.inside("rope_scaling")
+    stated = settings.counts("mrope_section") or f.counts("rope.dimension_sections")
+    if stated and (len(stated) not in (3, 4) or any(stated[3:])):
+        raise BadFile(f"{f.path}: rotary positions have sections {list(stated)}; known: time, height and width")
+    return replace(rope, sections=stated[:3])
 
 
 def linear(width: int, factor: float) -> tuple[float, ...]:

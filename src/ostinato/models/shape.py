@@ -378,6 +378,11 @@ class Shape:
         return tuple(dict.fromkeys(one.rope for one in self.attention.values() if one.rope is not None))
 
     @property
+    def n_pos_dims(self) -> int:
+        """Dimensions of a position: 3 where rotary positions have sections for time, height and width."""
+        return max((rope.n_dimensions for rope in self.rope_kinds), default=1)
+
+    @property
     def short_rope_positions(self) -> int | None:
         """Positions of the longest sequence that longrope's short factors rotate; None without longrope."""
         return min((rope.original_context for rope in self.rope_kinds if rope.original_context), default=None)
@@ -425,6 +430,17 @@ def alike(
         rope=rope,
     )
     return Shape(family=family, hidden=hidden, layers=(LayerShape(attention, ff_width=ff_width),) * n_layers, **more)
+
+
+def sectioned(read: Callable[[Description], Shape]) -> Callable[[Description], Shape]:
+    """How a family reads its shape, with the sections of rotary positions that its files state."""
+
+    def shape(f: Description) -> Shape:
+        found = read(f)
+        own = (layer.attention and layer.attention.rope for layer in found.layers)
+        return found.with_attention(rope=tuple(rope and ropes.with_sections(rope, f) for rope in own))
+
+    return shape
 
 
 def common_from_gguf(f: Description, pairing: Pairing = "halves") -> Shape:

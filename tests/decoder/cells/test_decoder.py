@@ -405,3 +405,19 @@ def test_a_failed_run_voids_its_graph() -> None:  # GS-3
         decoder.decode(batch_of({0: [1]}), abort=lambda: True)
     decoder.decode(batch_of({0: [1]}))
     assert decoder.counters == {"reserved": 1, "built": 2, "reused": 1, "rolled_back": 1}
+
+
+def test_every_graph_uses_the_buffers_that_were_reserved_for_the_worst_case() -> None:  # GS-1
+    decoder = small_decoder("kv", cells=64)
+
+    def places() -> set[int]:
+        assert decoder._graphs._stored is not None
+        graph = decoder._graphs._stored[1]
+        return {graph.tokens.data_ptr(), graph.positions.data_ptr(), graph.output_rows.data_ptr()}
+
+    found = set()
+    for n in (1, 5, 3):
+        decoder.decode(batch_of({n: text(n)}))
+        found |= places()
+    assert decoder._graphs.n_built > 1
+    assert len(found) == 3, "three buffers, at the same addresses for every shape"

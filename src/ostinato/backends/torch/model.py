@@ -67,9 +67,10 @@ class Model(LoadedModel):
         *,
         tokens: Tensor | None = None,
     ) -> Tensor:
-        """Rows [rows, hidden], embedded `tokens` or given, to the last hidden rows; otherwise as `hidden`."""
+        """Rows [rows, hidden], embedded `tokens` or given, to the last hidden rows; otherwise as `hidden`. Positions
+        may have several dimensions, [dimensions, rows], of which the first orders them."""
         per_layer = self.per_layer_inputs(tokens, x)
-        x = self.embed_inputs(x, positions, types)
+        x = self.embed_inputs(x, positions if positions.dim() == 1 else positions[0], types)
         angles = self.angles(positions, rope_set)
         for layer in self.layers:
             x = self.through_layer(layer, x, angles, memory, per_layer)
@@ -103,8 +104,9 @@ class Model(LoadedModel):
         """RoPE's cos and sin, for every kind of rope in the model, and the factors of its query temperatures.
         `rope_set`: of all rows, or int64 [rows]."""
         turns = {rope: cos_sin(rope, positions, sets[rope_set]) for rope, sets in self.frequencies.items()}
+        order = positions if positions.dim() == 1 else positions[0]
         kinds = dict.fromkeys(one.temperature for one in self.shape.attention.values() if one.temperature is not None)
-        return {**turns, **{kind: (query_factor(positions, kind.scale, kind.span),) for kind in kinds}}
+        return {**turns, **{kind: (query_factor(order, kind.scale, kind.span),) for kind in kinds}}
 
     def through_layer(
         self, layer: AnyLayer, x: Tensor, angles: Angles, memory: ForwardState, per_layer: Tensor | None = None

@@ -26,7 +26,7 @@ from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.batch.sanitizer import CleanBatch, sanitize
 from ostinato.decoder.batch.splitter import Splitter
 from ostinato.decoder.cells.compute_executor import ComputeExecutor, Extractor
-from ostinato.decoder.cells.eager import EagerGraph, EagerStages, check_inputs
+from ostinato.decoder.cells.eager import EagerBuffers, EagerGraph, EagerStages, check_inputs
 from ostinato.decoder.cells.graphs import GraphKey, GraphScheduler, Setup, classed
 from ostinato.decoder.cells.memories import MemoryParts, memory_for
 from ostinato.decoder.cells.memory.coordinator import Coordinator, flush, prepare_with_retry
@@ -134,11 +134,10 @@ class Decoder:
         )
         self.outputs.reserve(self.settings.n_seq_max, embeddings=self._embeddings, sampling=False)
 
-        def build(key: GraphKey) -> EagerGraph:
-            return EagerGraph.of(key, model.device)
-
-        # Input buffers are small: to reserve them, it is enough that they could be allocated.
-        self._graphs: GraphScheduler[EagerGraph] = GraphScheduler("decoder" if causal else "encoder", build, build)
+        buffers = EagerBuffers(model)
+        self._graphs: GraphScheduler[EagerGraph] = GraphScheduler(
+            "decoder" if causal else "encoder", buffers.build, buffers.reserve
+        )
         self._router = SampleRouter(n_seq_limit=self.settings.n_seq_limit, on_change=self._graphs.request_reservation)
         self._extractor = Extractor(self.outputs, self._router, self._pooled)
         n_threads = torch.get_num_threads()
@@ -288,6 +287,7 @@ class Decoder:
             n_vocab=self.model.shape.vocab,
             n_seq_limit=s.n_seq_limit,
             output_all=self._embeddings,
+            n_pos_per_embd=self.model.shape.n_pos_dims,
             memory=self._parts.memory,
         )
         if not s.causal and clean.n_tokens > s.n_ubatch:

@@ -19,7 +19,7 @@ from ostinato.decoder.cells.graphs import GraphKey, GraphScheduler, PreparedGrap
 from ostinato.decoder.cells.memories import MemoryParts
 from ostinato.decoder.cells.memory.cursor import PreparedBatch
 from ostinato.decoder.cells.memory.forward import ForwardMemory
-from ostinato.errors import Aborted, InvalidBatch
+from ostinato.errors import Aborted, InternalError, InvalidBatch
 
 
 @dataclass(slots=True)
@@ -27,17 +27,44 @@ class EagerGraph:
     """Input buffers for ubatches of one shape, at fixed addresses; mutable, because not every input has a buffer."""
 
     tokens: Tensor  # int64 [n_tokens]
-    positions: Tensor  # int64 [n_tokens]
+    positions: Tensor  # int64 [n_tokens], or [dimensions, n_tokens] for a model with several
     output_rows: Tensor  # int64 [n_outputs] which rows are outputs
     embd: Tensor | None = None
     segments: Tensor | None = None  # which of two texts each row belongs to
 
     @staticmethod
-    def of(key: GraphKey, device: torch.device) -> EagerGraph:
-        def numbers(n: int) -> Tensor:
-            return torch.zeros(n, dtype=torch.int64, device=device)
+    def of(key: GraphKey, model: Model) -> EagerGraph:
+        def numbers(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int64, device=model.device)
 
-        return EagerGraph(numbers(key.n_tokens), numbers(key.n_tokens), numbers(key.n_outputs))
+        n, n_dims = key.n_tokens, model.shape.n_pos_dims
+        return EagerGraph(numbers(n), numbers(n) if n_dims == 1 else numbers(n_dims, n), numbers(key.n_outputs))
+
+    def first(self, key: GraphKey) -> EagerGraph:
+        """The same memory for a ubatch that is no larger."""
+        n = key.n_tokens
+        if n > len(self.tokens) or key.n_outputs > len(self.output_rows):
+            raise InternalError(
+                f"a ubatch of {n} tokens and {key.n_outputs} outputs, and the worst case that was reserved has "  # GS-1
+                f"{len(self.tokens)} and {len(self.output_rows)}"
+            )
+        return EagerGraph(self.tokens[:n], self.positions[..., :n], self.output_rows[: key.n_outputs])
+
+
+class EagerBuffers:
+    """The input buffers of the largest ubatch, kept from its reservation on: graphs use their first rows (GS-1)."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._largest: EagerGraph | None = None
+
+    def reserve(self, key: GraphKey) -> None:
+        self._largest = None  # before the new ones are allocated
+        self._largest = EagerGraph.of(key, self._model)
+
+    def build(self, key: GraphKey) -> EagerGraph:
+        assert self._largest is not None  # reserved
+        return self._largest.first(key)
 
 
 def check_inputs(model: Model, batch: CleanBatch) -> None:
@@ -89,7 +116,7 @@ class EagerStages:
             None if ubatch.embd is None else torch.from_numpy(ubatch.embd).to(self.model.device, self.model.dtype)
         )
         graph.segments = None if ubatch.segment is None else torch.from_numpy(ubatch.segment).to(self.model.device)
-        graph.positions.copy_(torch.from_numpy(ubatch.first_pos))
+        graph.positions.copy_(torch.from_numpy(ubatch.pos))
         graph.output_rows.copy_(torch.from_numpy(ubatch.output.nonzero()[0]))
         self._memory = self.parts.forward(self.cursor, self.model)
 

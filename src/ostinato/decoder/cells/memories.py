@@ -91,7 +91,14 @@ def _cache(
         device=model.device,
         frequencies=model.frequencies,
     )
-    cache = KVCache(cells, n_seq_max=settings.n_seq_max, unified=settings.unified, window=window, tensors=store)
+    cache = KVCache(
+        cells,
+        n_seq_max=settings.n_seq_max,
+        unified=settings.unified,
+        window=window,
+        n_pos_dims=model.shape.n_pos_dims,
+        tensors=store,
+    )
     return cache, store
 
 

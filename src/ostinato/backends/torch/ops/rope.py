@@ -7,8 +7,13 @@ from ostinato.models.rope import Pairing, Rope
 
 
 def cos_sin(rope: Rope, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for positions [rows], float32 [rows, width / 2], amplified; frequencies for all or by row."""
-    angles = positions.float().unsqueeze(-1) * frequencies
+    """Cosines and sines for positions [rows] or [dimensions, rows], float32 [rows, width / 2], amplified; frequencies
+    for all or by row. Each pair turns by one dimension of a position (`Rope.dimensions`)."""
+    if positions.dim() == 2:
+        by_pair = positions[torch.tensor(rope.dimensions, device=positions.device)].T
+    else:
+        by_pair = positions.unsqueeze(-1)
+    angles = by_pair.float() * frequencies
     return angles.cos() * rope.amplitude, angles.sin() * rope.amplitude
 
 
