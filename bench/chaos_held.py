@@ -34,16 +34,16 @@ def held(pid: int) -> Held | None:
         return None
 
 
-def growth(samples: Sequence[Held], *, spare: int = 0) -> list[str]:
+def growth(samples: Sequence[Held], *, handles: int = 0, threads: int = 0) -> list[str]:
     """What grew over a life: nothing may but memory, a little. The first and the last sample are of an idle process;
-    `spare` handles and threads more are allowed, for a process that is never quite idle."""
+    so many handles and threads more are allowed, for connections that are kept and pools that are not full yet."""
     if len(samples) < 3:
         return []
     first, middle, last = samples[0], samples[len(samples) // 2], samples[-1]
     found = [
         f"{name} grew from {getattr(first, name)} to {getattr(last, name)}"
-        for name in ("handles", "threads")
-        if getattr(last, name) > getattr(first, name) + spare
+        for name, more in (("handles", handles), ("threads", threads))
+        if getattr(last, name) > getattr(first, name) + more
     ]
     if last.rss - middle.rss > SLACK_BYTES:
         found.append(f"memory grew from {middle.rss / MB:.1f} MiB in the middle to {last.rss / MB:.1f} MiB")

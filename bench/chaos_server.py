@@ -44,6 +44,7 @@ START_S: Final = 120.0
 LEFT_S: Final = 10.0  # for the processes of its processes to notice its end
 AFTER_S: Final = {"log": 0.5, "pause": 0.5}  # a fault may still be noticed so long after it
 AFTER_DEATH_S: Final = 8.0  # of a process, or of the supervisor's standstill
+POOLED: Final = 12  # threads of a process's pools, started when they are first needed
 MOST_WRONG: Final = 20
 _REASONS: Final = re.compile(
     r"the (?:worker|front)(?: of \w+)? ended: (?P<died>.*); starting another$"
@@ -82,7 +83,7 @@ class Server:
     """A server of three models in processes of its own, with its log in a file."""
 
     def __init__(self, folder: Path) -> None:
-        self.log_path = folder / "log"
+        self.folder, self.log_path = folder, folder / "log"
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
         tiny = tiny_model.write(folder / f"{MODELS[0]}.gguf", context=2 * CONTEXT)
@@ -234,8 +235,13 @@ class Faults:
         found = self._server.children(kind)
         return self._chance.choice(found) if found else None
 
+    def _victim(self) -> int | None:
+        """A worker; seldom a young one, because the supervisor gives a model up after several early deaths in a row."""
+        pid = self._some("worker")
+        return None if pid is None or (age_s(pid) < YOUNG_S and self._chance.random() < 0.7) else pid
+
     async def kill_worker(self) -> bool:
-        return self._kill("worker", self._some("worker"))
+        return self._kill("worker", self._victim())
 
     async def kill_front(self) -> bool:
         return self._kill("front", self._front())
@@ -256,7 +262,7 @@ class Faults:
         return pid if self._young_fronts < 3 else None
 
     async def stop_worker(self) -> bool:
-        return await self._stop("worker", self._some("worker"), None)
+        return await self._stop("worker", self._victim(), None)
 
     async def stop_front(self) -> bool:
         return await self._stop("front", self._front(), None)
@@ -280,7 +286,9 @@ class Faults:
             try:
                 while seconds is None and time.monotonic() - began < 3 * SILENT_S and is_ours(pid):
                     await asyncio.sleep(0.1)
-                if seconds is not None:
+                if seconds is None:
+                    self._counts[f"{what} stopped and {'let go' if is_ours(pid) else 'ended'}"] += 1
+                else:
                     await asyncio.sleep(seconds)
             finally:
                 if pid == self._server.process.pid or is_ours(pid):
@@ -341,11 +349,15 @@ class Chaos:
         self.report.seconds = time.monotonic() - began
 
     async def _become_calm(self) -> None:
-        """The models of the calm are loaded, and everything that a fault left behind has ended."""
+        """The models of the calm are loaded, and everything that a fault left behind has ended. A model that was given
+        up is tried again at once when its file has changed."""
         chance = random.Random(self._seed)
         for name in CALM_MODELS:
-            api, body, _ = honest(chance, (name,))
-            await ask(self._server.port, api, body)
+            os.utime(self._server.folder / f"{name}.gguf")
+            api, body, key = honest(chance, (name,))
+            found = await ask(self._server.port, api, body)
+            if found.kind != "whole":
+                self._wrong(f"{key}: {found.kind} of {name} after the storm: {found.text[:300]}")
         await self._quiet()
         self._calm_pids = self._server.processes()
 
@@ -546,5 +558,5 @@ def run(seconds: float, seed: int, folder: Path) -> ServerReport:
             report.wrong.append(f"the server ended with exit code {code}")
     report.wrong += [f"left behind: {one}" for one in server.left()]
     for name, samples in report.samples.items():
-        report.wrong += [f"{name}: {what}" for what in growth(samples, spare=2)]
+        report.wrong += [f"{name}: {what}" for what in growth(samples, handles=2, threads=POOLED)]
     return report

@@ -89,7 +89,7 @@ def test_what_a_process_holds_may_not_grow() -> None:
     small, large = Held(100 * MB, 10, 4), Held(200 * MB, 10, 4)
     assert growth([small, large, large]) == []
     assert growth([small, small, large]) == ["memory grew from 100.0 MiB in the middle to 200.0 MiB"]
-    assert growth([small, small, Held(100 * MB, 12, 5)], spare=1) == ["handles grew from 10 to 12"]
+    assert growth([small, small, Held(100 * MB, 12, 5)], handles=1, threads=1) == ["handles grew from 10 to 12"]
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,18 @@ def test_everything_leaves_a_report_and_two_of_them_are_compared(
     assert "second / first" in both.out
 
 
+def test_the_modes_are_drawn_and_the_others_have_their_reason(ostinato: RunCli, tmp_path: Path) -> None:
+    few = ("--shape", "tiny", "--n-prompt", "4", "--n-gen", "4", "--device", "cpu", "--json")
+    ran = ostinato("lab", "decode", *few, "--plot", tmp_path / "modes.svg")
+    assert ran.code == 0, ran.err
+    assert [row["mode"] for row in json.loads(ran.out)["decode"]] == ["eager", "loop"]
+    assert json.loads(ran.out)["why_not"] == {}
+    drawn = (tmp_path / "modes.svg").read_text()
+    assert all(f">{mode}</text>" in drawn for mode in ("eager", "loop"))
+    refused = ostinato("lab", "decode", *few, "--plot", tmp_path)
+    assert (refused.code, "cannot be written" in refused.err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
