@@ -140,6 +140,11 @@ class Server:
     def processes(self) -> list[int]:
         return [self.process.pid, *self.children("front"), *self.children("worker")]
 
+    def touch_models(self) -> None:
+        """Have models tried again that were given up after several deaths: else they would be refused for minutes."""
+        for name in MODELS:
+            os.utime(self.folder / f"{name}.gguf")
+
     def end(self) -> int:
         """Ask it to end; its exit code."""
         if self.process.poll() is None:
@@ -349,11 +354,10 @@ class Chaos:
         self.report.seconds = time.monotonic() - began
 
     async def _become_calm(self) -> None:
-        """The models of the calm are loaded, and everything that a fault left behind has ended. A model that was given
-        up is tried again at once when its file has changed."""
+        """The models of the calm are loaded, and everything that a fault left behind has ended."""
         chance = random.Random(self._seed)
+        self._server.touch_models()
         for name in CALM_MODELS:
-            os.utime(self._server.folder / f"{name}.gguf")
             api, body, key = honest(chance, (name,))
             found = await ask(self._server.port, api, body)
             if found.kind != "whole":
@@ -387,6 +391,7 @@ class Chaos:
         under_way: set[asyncio.Task[None]] = set()
         while time.monotonic() < until:
             await asyncio.sleep(chance.expovariate(1.0))
+            self._server.touch_models()
             if len(under_way) < 4:
                 task = asyncio.ensure_future(self._faults.one())
                 under_way.add(task)
