@@ -202,6 +202,7 @@ class Faults:
         self._server, self._chance, self._counts = server, chance, counts
         self.spans: list[Span] = []
         self._young_fronts = 0
+        self._stopped: set[int] = set()
         self._all: tuple[tuple[int, Callable[[], Awaitable[bool]]], ...] = (
             (5, self.kill_worker),
             (3, self.stop_worker),
@@ -283,11 +284,12 @@ class Faults:
 
     async def _stop(self, what: str, pid: int | None, seconds: float | None) -> bool:
         """Stop a process for so long; without seconds, until its supervisor has killed it."""
-        if pid is None:
+        if pid is None or pid in self._stopped:  # whoever let it go first would wake it for both
             return False
         began = time.monotonic()
         with self._during(what):
             os.kill(pid, signal.SIGSTOP)
+            self._stopped.add(pid)
             try:
                 while seconds is None and time.monotonic() - began < 3 * SILENT_S and is_ours(pid):
                     await asyncio.sleep(0.1)
@@ -296,6 +298,7 @@ class Faults:
                 else:
                     await asyncio.sleep(seconds)
             finally:
+                self._stopped.discard(pid)
                 if pid == self._server.process.pid or is_ours(pid):
                     os.kill(pid, signal.SIGCONT)
         return True
