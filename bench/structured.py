@@ -4,7 +4,8 @@
 
 Three free requests decode alone, beside a fourth free one, and beside one that follows a schema, round by round. The
 gaps between tokens of the three are taken by the device's clock; of the fourth its pace, and the milliseconds that a
-token of it waited for its mask.
+token of it waited for its mask. Then one request and four at once decode, free and under the schema in turn, with
+their pace and the launches that they took.
 """
 
 from __future__ import annotations
@@ -56,6 +57,23 @@ def one_round(llm: LLM, way: str, n_tokens: int) -> tuple[float, Completion | No
     return statistics.median(gap for one in times for gap in gaps_ms(one[8:])), fourth[0] if fourth else None
 
 
+def pace_of(llm: LLM, n: int, n_tokens: int, schema: dict[str, object] | None) -> tuple[float, int, str | None]:
+    """Tokens a second of n equal requests together, the launches they took, and who followed the schema."""
+    wanted = Sampling(max_tokens=n_tokens, temperature=0, ignore_eos=True, schema=schema)
+    start = llm._engine.runner.start
+    before = start.n_launches
+    answers: list[Completion] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(llm.generate("People, as JSON:", wanted))) for _ in range(n)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    each = statistics.median(answer.timings.decode_tok_s or 0.0 for answer in answers)
+    return n * each, start.n_launches - before, answers[0].timings.grammar
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
@@ -80,6 +98,18 @@ def main() -> None:
             Series("ostinato", "a token that follows a schema, among the three", "ms", tuple(pace)),
             Series("ostinato", "of which it waited for its mask", "ms", tuple(waits)),
         ]
+        for n in (1, 4):
+            free, under, launches, path = list[float](), list[float](), 0, None
+            for _ in range(given.rounds):
+                free.append(pace_of(llm, n, 2 * given.tokens, None)[0])
+                tok_s, launches, path = pace_of(llm, n, 2 * given.tokens, SCHEMA)
+                under.append(tok_s)
+            more += [
+                Series("ostinato", f"{n} free at once", "tok/s", tuple(free)),
+                Series("ostinato", f"{n} under a schema at once", "tok/s", tuple(under)),
+            ]
+            middle, least, most = ratio(more[-1], more[-2])
+            print(f"{n} under a schema / free: {middle:.3f} ({least:.3f} to {most:.3f}), {path}, {launches} launches")
         for one in [*series, *more]:
             print(f"{one.task:50} {one.median:8.3f} {one.unit}   {[round(run, 3) for run in one.runs]}")
         for name, (middle, least, most) in zip(WAYS, beside, strict=False):

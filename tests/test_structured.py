@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -14,6 +16,8 @@ from hypothesis import strategies as st
 
 from ostinato import LLM, Sampling
 from ostinato.errors import BadInput, BadOption
+from ostinato.text.grammar import Grammars
+from tests.counts import soaking
 from tests.text.test_grammar import PERSON, schemas
 
 WARM = Sampling(max_tokens=90, temperature=1.0, top_k=0, top_p=1.0)
@@ -37,6 +41,35 @@ def test_every_answer_that_ends_with_stop_follows_its_schema(
         if last.finish_reason == "stop":
             jsonschema.validate(json.loads(last.text), schema)
             assert not re.search(r"\s", re.sub(r'"(\\.|[^"\\])*"', '""', last.text))
+
+
+@pytest.fixture
+def by_llguidance(tiny_gguf: Path) -> Iterator[LLM]:
+    """The tiny llama where llguidance computes every mask, on the host."""
+    with LLM(tiny_gguf, device="cpu", context=128) as llm:
+        llm._engine._constrain = Grammars(llm.tokenizer, llm.shape.vocab).matcher
+        yield llm
+
+
+@pytest.mark.soak
+def test_the_loop_answers_as_with_masks_of_llguidance_over_schemas_that_people_wrote(
+    tiny_llm: LLM, by_llguidance: LLM, schema_data: list[dict[str, Any]]
+) -> None:
+    n_stops = 0
+    for number, entry in enumerate(schema_data if soaking() else schema_data[::40]):
+        wanted = Sampling(schema=entry["schema"], temperature=number % 3 / 2, seed=number, max_tokens=60)
+        try:
+            expected = by_llguidance.generate("the sea", wanted)
+        except BadInput:  # a schema that cannot be followed
+            continue
+        found = tiny_llm.generate("the sea", wanted)
+        assert found.token_ids == expected.token_ids, entry["name"]
+        assert (found.finish_reason, expected.timings.grammar) == (expected.finish_reason, "host")
+        assert found.timings.grammar in ("device", "device+stack"), entry["name"]
+        if found.finish_reason == "stop":
+            n_stops += 1
+            jsonschema.validate(json.loads(found.text), entry["schema"])
+    assert n_stops > 0
 
 
 def test_a_mapping_its_text_and_a_pydantic_model_are_the_same_schema(tiny_llm: LLM) -> None:
