@@ -338,7 +338,7 @@ class DecodeSession:
     def _next(self) -> DecodedToken:
         entry = self._unread.popleft()
         reason = _REASONS.get(entry.finish)
-        if reason is not None:
+        if entry.finish is not Finish.NONE:
             self._driver.release(self._generations.pop(entry.slot))
         return DecodedToken(entry.slot, entry.token, entry.position, entry.logprob, entry.top, entry.time_ns, reason)
 

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Never, Self, TypeAlias, Unpack, overload
 
 import numpy as np
@@ -38,7 +38,7 @@ from ostinato.engine.answer import Completion as Completion
 from ostinato.engine.answer import Piece as Piece
 from ostinato.engine.answer import Timings as Timings
 from ostinato.engine.choose import backend_of, choose
-from ostinato.engine.constraint import Constrain, compiled_grammar
+from ostinato.engine.constraint import Constrain, Constraint, compiled_grammar
 from ostinato.engine.defaults import default_sampling
 from ostinato.engine.engine import Engine
 from ostinato.engine.load import load_model
@@ -242,21 +242,23 @@ class LLM:
         """Why no higher mode runs, a sentence for each."""
         return () if self._loop_engine is None else self._loop_engine.why_not
 
-    def loop_follows(self, sampling: Sampling) -> bool:
-        """Whether the loop would follow the constraint of an answer by itself, without masks of the host.
+    def loop_follows(self, sampling: Sampling | None = None) -> bool:
+        """Whether the loop follows the constraint of an answer by itself, without masks of the host.
 
         >>> llm.loop_follows(Sampling(regex="[0-9]+"))                                 # doctest: +SKIP
 
         Args:
-            sampling: the options of the answer; without a constraint there is nothing to follow.
+            sampling: the options of the answer; None: whether it does so with any.
 
         Returns:
             False also where the constraint cannot be followed at all.
         """
-        if sampling.rule is None or self._loop_engine is None or self._loop_engine.runner.grammars is None:
+        if self._loop_engine is None or self._loop_engine.runner.grammars is None:
             return False
+        if sampling is None:
+            return True
         try:
-            found = self._constrain(sampling)
+            found = None if sampling.rule is None else self._constrain(sampling)
         except (BadInput, Unsupported, HardwareCannot):
             return False
         return found is not None and compiled_grammar(found) is not None
@@ -934,13 +936,17 @@ class LLM:
 def _constrain(tokenizer: Tokenizer, n_ids: int) -> Constrain:
     """Makes constraints of answers; what compiles them is imported when the first one is asked for."""
 
-    @cache
-    def matchers() -> Matchers:
+    lock, made = Lock(), list["Matchers"]()
+
+    def constrain(sampling: Sampling) -> Constraint | None:
         from ostinato.text.matchers import Matchers
 
-        return Matchers(tokenizer, n_ids)
+        with lock:
+            if not made:
+                made.append(Matchers(tokenizer, n_ids))
+        return made[0].matcher(sampling)
 
-    return lambda sampling: matchers().matcher(sampling)
+    return constrain
 
 
 def _told(ids: Sequence[int], found: TextLogprobs) -> tuple[TokenLogprob, ...]:

@@ -175,6 +175,30 @@ def test_an_answer_that_cannot_go_on_ends_with_an_error_and_no_other_does(mode: 
         assert engine.runner.grammars.n_leased == 0
 
 
+def test_a_prompt_that_fails_gives_its_grammar_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with grammar_engine() as engine:
+
+        def fails(slot: int) -> None:
+            raise RuntimeError("no first token")
+
+        monkeypatch.setattr(engine.runner.chunks, "first", fails)
+        with pytest.raises(InternalError, match="no first token"):
+            list(engine.submit(prompt(1, 9), wanted("object")))
+        assert engine.runner.grammars is not None
+        assert engine.runner.grammars.n_leased == 0
+
+
+@pytest.mark.parametrize("kind", ["kv", "recurrent"])
+def test_an_answer_that_could_not_go_on_is_resumed_from_a_right_state(kind: MemoryKind) -> None:
+    broken = sampling(regex="ab\x01c", ignore_eos=False)
+    longer = [*prompt(1, 20), ord("a"), ord("b"), 40, 41]
+    with grammar_engine(kind=kind) as engine:
+        with pytest.raises(BadInput, match="no token"):
+            list(engine.submit(prompt(1, 20), broken, keep=True))
+        found = ids(engine.submit(longer, sampling(max_tokens=8), resume=True))
+    assert found == [bit[0] for bit in alone(longer, sampling(max_tokens=8), kind)]
+
+
 def test_many_come_and_go_and_every_lease_comes_back() -> None:
     with grammar_engine(n_slots=3, n_pages=12, context=64) as engine:
         requests = []
@@ -243,6 +267,15 @@ def test_the_grammar_used_least_recently_gives_way_and_a_leased_one_never_does()
     assert memory.lease(compiled("[ef]")) == idle
     memory.release(held)
     assert memory.lease(compiled("[cd]")) == held
+
+
+def test_a_grammar_that_never_fits_leaves_the_others_where_they_are() -> None:
+    memory = room_for(2)
+    first = memory.lease(compiled("[ab]"))
+    assert first is not None
+    memory.release(first)
+    assert memory.lease(compiled("(a|b)*a(a|b){10}")) is None
+    assert memory.lease(compiled("[ab]")) == first
 
 
 def test_a_lease_is_given_back_once() -> None:

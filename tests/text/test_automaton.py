@@ -559,6 +559,26 @@ def test_nothing_but_gbnf_needs_llguidance(monkeypatch: pytest.MonkeyPatch) -> N
         assert of_rule(rule).n_states > 1
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        *(f'{{"grammars": {text}}}' for text in ("[]", "5", "[5]", '[{"lark_grammar": 5}]', '[{"lark_grammar": "x"}]')),
+        '{"grammars": [{"name": "a", "json_schema": {}}]}',
+        '{"grammars": [',
+        "start: A\nA: ~",
+        "start: A\nA: /a/ &",
+        "start: ~/a/",
+        "start:",
+    ],
+)
+def test_a_grammar_of_another_form_is_refused_with_a_sentence(grammar: str) -> None:
+    rule = Rule("grammar", grammar.replace('{"grammars": ', '{"grammars":'))
+    with pytest.raises(BadOption):
+        of_rule(rule)
+    with pytest.raises(BadOption):
+        made_by_llguidance(Sampling(grammar=rule.text))
+
+
 @pytest.mark.parametrize("pattern", [*REGEXES, "a/b", r"a\/b", "a\nb\t", r"\\/", r"[\d/\D]\\d", "\\\n"])
 def test_a_regex_stands_in_lark_as_llguidance_would_write_it(pattern: str) -> None:
     assert as_lark(Rule("regex", pattern)) == f"start: /{regex_to_lark(pattern, 'd')}/"

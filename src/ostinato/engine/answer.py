@@ -33,8 +33,8 @@ class Timings:
         decode_tok_s: their pace in tokens per second; None for an answer of one token.
         mask_s: the part of `decode_s` spent waiting for the host, where it computes after each token which tokens a
             schema or a grammar allows next.
-        grammar: who follows the schema or grammar: `device`, `device+stack` (for values that nest) or `host`; None
-            without one.
+        grammar: where the schema or grammar is followed: `device`, `device+stack` (for values that nest) or `host`;
+            None without one.
     """
 
     load_s: float

@@ -14,7 +14,7 @@ from ostinato.backends.base import ChunkPart
 from ostinato.backends.runner import Runner
 from ostinato.cache.reserve import Reserve
 from ostinato.decoder.paged import PagedSequence, PagedSequences, SequencePart
-from ostinato.errors import EngineDead, InternalError, NoSlot, Unsupported
+from ostinato.errors import EngineDead, InternalError, NoSlot, QueueFull, Unsupported
 from ostinato.loop.host import Admission, OutEntry
 from ostinato.loop.layout import Word
 from ostinato.options import NEUTRAL, Sampling
@@ -55,9 +55,29 @@ class LoopDriver:
         By default it gets pages for all its `most` tokens, with all their positions granted; `pages`, the same in every
         layer, and `granted` change that. With `admit=False` it is only staged, and the caller asks for its admission.
         """
-        runner = self.runner
         self._generation += 1
-        n_positions = len(prompt) + most
+        try:
+            self._stage(slot, prompt, most, sampling, stop_ids, pages, granted)
+            if admit and not self.runner.host.admit(slot, self._generation):
+                raise QueueFull("the inbox is full: trigger, so that the loop takes its entries")
+        except BaseException:
+            if self._generation in self._sequences:
+                self.release(self._generation)
+            raise
+        return self._generation
+
+    def _stage(
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        most: int,
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+        pages: Sequence[int] | None,
+        granted: int | None,
+    ) -> None:
+        """Run a prompt, stage its admission and sample its first token."""
+        runner, n_positions = self.runner, len(prompt) + most
         rope_set = runner.model.shape.rope_set(n_positions - 1)  # no step reads the last token
         if pages is None:
             tables = self._prefilled(slot, prompt, n_positions, rope_set)
@@ -70,9 +90,6 @@ class LoopDriver:
         )
         runner.host.stage(slot, admission)
         self._beside(lambda: runner.chunks.first(slot))
-        if admit and not runner.host.admit(slot, self._generation):
-            raise InternalError("the inbox is full: more sequences than it holds were admitted before a step")
-        return self._generation
 
     def prefill(
         self, slot: int, prompt: Sequence[int], pages: Sequence[int], *, start: int = 0, rope_set: int = 0

@@ -153,7 +153,9 @@ class Request:
         self.prefill_began: float | None = None
         self.prefill_ended: float | None = None
         self.first_token: float | None = None
-        self.grammar: GrammarPath | None = None  # who follows its constraint; None without one, and before admission
+        self.grammar: GrammarPath | None = (
+            None  # where its constraint is followed; None without one, and before admission
+        )
         self.mask_s = 0.0  # seconds that its tokens waited for the host's masks
         self.finish_reason: EndReason | None = None
         self.error: Exception | None = None

@@ -297,8 +297,8 @@ class Scheduler:
 
     def _release(self, sequence: ActiveSequence) -> None:
         """Free a sequence's slot and pages, which neither loop nor prefill touches any more."""
-        # No step has read the last token of an answer. After a cancellation a recurrent state may be further than that.
-        if sequence.answer and not (self._recurs and sequence.request.finish_reason == "cancelled"):
+        # No step has read the last token of an answer that ended by itself; otherwise a recurrent state may be further.
+        if sequence.answer and (not self._recurs or sequence.request.finish_reason in ("stop", "length")):
             self._memory.keep(sequence.paged, (*sequence.paged.tokens, *sequence.answer[:-1]), sequence.last + 1)
         else:
             self._memory.close(sequence.paged)

@@ -2,7 +2,7 @@
 //
 // The twin is in loop/grammars.py and loop/step_boundary.py. A grammar lies in the grammar memory of the view: an
 // automaton, and behind it the masks that are kept of it (`grammar_masks.h`). The memory's first word says where the
-// vocabulary lies. Word 0 of a slot's `grammar` means none.
+// vocabulary lies. 0 in a slot's `grammar` means no grammar.
 #pragma once
 #include "grammar_masks.h"
 #include "layout.h"
@@ -33,8 +33,9 @@ static inline bool any_bit(const unsigned* bits, int n_words) {
     return false;
 }
 
-// End tokens, which are the first of the slot's stop ids, are allowed where the text may end. Before the minimum length
-// no stop id is, and end tokens are not where they are ignored, unless nothing else may come next.
+// End tokens, which are the first of the slot's stop ids, are allowed where the text may end. While fewer than `ends_from`
+// tokens were made, stop ids are banned; with `ends_ignored`, end tokens always are. A ban is lifted where it would leave
+// no token.
 static inline void apply_ends(const View& view, int slot, unsigned* bits, int n_words) {
     grammar::Walk walk;
     grammar::begin_at(walk, position_in_grammar(view, slot));
@@ -56,8 +57,18 @@ static inline void apply_ends(const View& view, int slot, unsigned* bits, int n_
     }
 }
 
+// A row whose grammar allows no token: the step boundary ends its slot.
+static inline void choose_none(const View& view, int row) {
+    TABLE_chosen(view)[row] = -1;
+    TABLE_chosen_logprob(view)[row] = 0;
+    for (int i = 0; i < MAX_TOP; ++i) {
+        TABLE_top_ids(view)[row * MAX_TOP + i] = 0;
+        TABLE_top_logprobs(view)[row * MAX_TOP + i] = 0;
+    }
+}
+
 // Find the tokens that may come next in a slot, into its row of the table's masks; false where there is none. `lock` is
-// held while kept masks are read or written, never during a walk.
+// held while kept masks are read or written, never during a walk; it may refuse, and then they are not used.
 template <class Lock>
 static inline bool find_allowed(const View& view, int slot, Lock& lock) {
     const int *automaton = automaton_of(view, slot), *vocabulary = vocabulary_of(view);
@@ -65,15 +76,17 @@ static inline bool find_allowed(const View& view, int slot, Lock& lock) {
     int* kept = const_cast<int*>(automaton) + automaton[grammar::HEADER_WORDS];
     const int n_words = MASK_WORDS(view);
     unsigned* bits = (unsigned*)TABLE_mask_bits(view) + (long long)slot * n_words;
-    lock.lock();
-    const unsigned* found = grammar::find_kept(automaton, vocabulary, kept, position);
-    for (int word = 0; found && word < n_words; ++word) bits[word] = found[word];
-    lock.unlock();
-    if (!found) {
+    bool is_kept = false;
+    if (lock.lock()) {
+        const unsigned* found = grammar::find_kept(automaton, vocabulary, kept, position);
+        for (int word = 0; found && word < n_words; ++word) bits[word] = found[word];
+        is_kept = found != nullptr;
+        lock.unlock();
+    }
+    if (!is_kept) {
         int visited;
         const int lowest = grammar::find_mask(automaton, vocabulary, position, bits, n_words, &visited);
-        if (visited >= grammar::LONG_WALK) {
-            lock.lock();
+        if (visited >= grammar::LONG_WALK && lock.lock()) {
             grammar::keep(automaton, vocabulary, kept, position, lowest, bits);
             lock.unlock();
         }

@@ -29,8 +29,8 @@ _ALIGNMENT: Final = 16  # words
 class CompiledGrammar(NamedTuple):
     """What an answer must follow, in the form that a loop reads.
 
-    `key`: requests with equal keys share a region. An answer shorter than `min_tokens` ends only where it must, and any
-    answer does with `ignores_ends`.
+    `key`: requests with equal keys share a region. While fewer than `min_tokens` tokens were made, stop ids are banned;
+    with `ignores_ends`, end tokens always are. A ban is lifted where it would leave no token.
     """
 
     key: Hashable
@@ -48,7 +48,7 @@ class CompiledGrammar(NamedTuple):
 
 class StagedGrammar(NamedTuple):
     """What an admission says of its grammar: the word at which its region begins, the position before the first token,
-    how many of the stop ids are end tokens, and what becomes of those."""
+    how many of the stop ids are end tokens, and when these are banned (`CompiledGrammar`)."""
 
     region: int
     position: np.ndarray
@@ -130,6 +130,8 @@ class GrammarMemory:
 
     def _room(self, n_words: int) -> int | None:
         """The first word of a free piece; grammars that are not leased give way, the one used least recently first."""
+        if n_words > len(self.words) - self._vocabulary_end:
+            return None
         while True:
             at = self._vocabulary_end
             for region in sorted(self._regions.values(), key=lambda region: region.first):

@@ -230,8 +230,8 @@ class Layout:
             ),  # 1: tokens are chosen under a mask; without a grammar each waits for one
             ("grammar", "int32", (n,)),  # where it lies in the grammar memory, in words; 0: none
             ("n_ends", "int32", (n,)),  # the first of `stop_ids`: tokens that end an answer where its grammar may end
-            ("ends_from", "int32", (n,)),  # tokens before which a grammar ends only where it must
-            ("ends_ignored", "int32", (n,)),  # 1: it always does so
+            ("ends_from", "int32", (n,)),  # tokens that must be made before a grammar's stop ids are allowed
+            ("ends_ignored", "int32", (n,)),  # 1: a grammar's end tokens are allowed only where no other token is
             ("penalised", "int32", (n,)),  # 1: some penalty is on, and prompt_bits matter
             *((one.field, one.kind, (n,)) for one in SAMPLING_NUMBERS if one.kind == "float32"),
             ("seed", "int64", (n,)),
@@ -387,7 +387,7 @@ class Tables:
         return self.table, self.admissions, self.rings
 
     def read_only(self) -> Tables:
-        """The same tables, for code that only looks at them (I-4, I-5)."""
+        """The same tables, for code that only looks at them (I-4, I-5), without the grammar memory."""
         table, admissions, rings = (arena.read_only() for arena in self.arenas)
         return Tables(self.layout, table, admissions, rings)
 

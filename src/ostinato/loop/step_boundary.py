@@ -161,7 +161,7 @@ class StepBoundary:
             slot = table.row_slot[row]
             table.position[slot] += 1
             if table.grammar[slot] and not self._mask_bits[slot].any():
-                table.chosen[row] = -1  # as the native loop's sampler leaves it
+                self._choose_none(row)
             self._commit(slot, self._step, row, head + row)
         return int(n_rows > 0), head + n_rows
 
@@ -283,11 +283,16 @@ class StepBoundary:
                 bits = self._mask_bits[slot]
                 if self._grammars.allowed(table.grammar[slot], self._grammar_positions[slot], bits):
                     bits |= self._bits(slot, table.n_ends[slot])
-                self._leave_unwanted_ends(slot, bits)
+                self._ban_ends(slot, bits)
 
-    def _leave_unwanted_ends(self, slot: int, bits: np.ndarray) -> None:
-        """Before the minimum length no stop id is allowed, and end tokens are not where they are ignored, unless
-        nothing else may come next."""
+    def _choose_none(self, row: int) -> None:
+        """As the native loop's sampler leaves a row whose grammar allows no token."""
+        self._table.chosen[row], self._table.chosen_logprob[row] = -1, 0.0
+        self._step.top_ids[row], self._step.top_logprobs[row] = 0, 0.0
+
+    def _ban_ends(self, slot: int, bits: np.ndarray) -> None:
+        """While fewer than `ends_from` tokens were made, stop ids are banned; with `ends_ignored`, end tokens always
+        are. A ban is lifted where it would leave no token."""
         table = self._table
         is_short = table.made[slot] < table.ends_from[slot]
         n_unwanted = table.n_stop[slot] if is_short else table.n_ends[slot] if table.ends_ignored[slot] else 0

@@ -207,8 +207,10 @@ def _calling(speaks: ToolFormat, asked: ChatRequest) -> Sampling:
 def _triggered(
     speaks: ToolFormat, llm: LLM, asked: ChatRequest, after_thinking: Callable[[Sampling], Sampling]
 ) -> Sampling | None:
-    """The sampling whose optional calls follow their functions' schemas; None where the loop does not follow that by
+    """The sampling whose optional calls follow their functions' schemas; None where the loop cannot follow that by
     itself: then they are unconstrained, since masks of the host would delay every token."""
+    if not llm.loop_follows():
+        return None
     rule = speaks.triggered_grammar(asked.tools, parallel=asked.parallel)
     try:
         made = None if rule is None else after_thinking(replace(asked.sampling, grammar=rule))

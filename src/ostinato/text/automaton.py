@@ -22,9 +22,9 @@ from ostinato.errors import BadInput, BadOption
 from ostinato.extras import check_llguidance
 from ostinato.files.objects import prebuilt, sources, sum_of
 from ostinato.options import Rule, Sampling
-from ostinato.text.grammar import COMPACT, NO_TOKEN, EndRule, as_lark
+from ostinato.text.grammar import COMPACT, NO_TOKEN, EndRule, as_lark, several_grammars
 from ostinato.text.lark import lark_node
-from ostinato.text.program import Program
+from ostinato.text.program import TOOK_TOO_LONG, Program, TookTooLong
 from ostinato.text.schema import followable
 from ostinato.text.schema_program import ascii_classes, schema_node
 from ostinato.text.walk import FOLDER as WALK
@@ -94,7 +94,8 @@ def compiled(
         len(error),
     )
     if failed:
-        raise BadOption(error.value.decode("utf-8", "replace"))
+        why = error.value.decode("utf-8", "replace")
+        raise (TookTooLong if why.startswith(TOOK_TOO_LONG) else BadOption)(why)
     return Automaton(_taken(made, AUTOMATON_WORDS))
 
 
@@ -123,7 +124,7 @@ def _rule_node(program: Program, rule: Rule) -> int:
         case "choice":
             return program.either([program.lexeme(program.literal(choice)) for choice in _json(rule.text)])
     if rule.text.startswith('{"grammars":'):
-        return _several_node(program, _json(rule.text)["grammars"])
+        return _several_node(program, several_grammars(rule.text))
     if "::=" in rule.text:
         check_llguidance("a grammar in GBNF")  # it rewrites it as Lark
         return lark_node(program, as_lark(rule), _schema_node, {})

@@ -173,9 +173,8 @@ def _source(rule: Rule) -> str:
     if rule.kind == "schema":
         return LLMatcher.grammar_from_lark(_unforced(f"start: %json {_followable_text(rule.text)}"))
     if rule.kind == "grammar" and rule.text.startswith('{"grammars":'):  # llguidance's own form, for several grammars
-        several = json.loads(rule.text)
-        several["grammars"][0]["lark_grammar"] = _unforced(several["grammars"][0]["lark_grammar"])
-        return json.dumps(several)
+        first, *others = several_grammars(rule.text)
+        return json.dumps({"grammars": [{**first, "lark_grammar": _unforced(first["lark_grammar"])}, *others]})
     return LLMatcher.grammar_from_lark(_unforced(as_lark(rule)))
 
 
@@ -184,7 +183,28 @@ _UNFORCED: Final = '%llguidance {"no_forcing": true}\n'
 
 
 def _unforced(lark: str) -> str:
-    return lark if "%llguidance" in lark else _UNFORCED + lark
+    return lark if re.search(r"^\s*%llguidance", lark, re.MULTILINE) else _UNFORCED + lark
+
+
+def several_grammars(text: str) -> list[dict[str, Any]]:
+    """Grammars that refer to one another by name, the first of which is the whole, in llguidance's form; BadOption
+    where the text has another form."""
+    try:
+        found = json.loads(text)["grammars"]
+    except (ValueError, RecursionError) as error:
+        raise BadOption(f"it is not JSON: {error}") from None
+    if not (isinstance(found, list) and found and all(map(_is_grammar, found)) and "lark_grammar" in found[0]):
+        raise BadOption(
+            "its list `grammars` must have entries with a `name` and either a `lark_grammar` or a `json_schema`, and "
+            "the first must have a `lark_grammar`"
+        )
+    return found
+
+
+def _is_grammar(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+        return False
+    return isinstance(entry.get("lark_grammar"), str) or isinstance(entry.get("json_schema"), dict | bool)
 
 
 def _followable_text(schema: str) -> str:

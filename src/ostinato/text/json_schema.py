@@ -16,6 +16,7 @@ from urllib.parse import unquote, urljoin
 
 from ostinato.errors import BadOption
 from ostinato.text.json_numbers import NumberSchema, decimal_of, least_common_multiple
+from ostinato.text.program import TOOK_TOO_LONG, TookTooLong
 
 MAX_SIZE: Final = 50_000
 MAX_MS: Final = 500
@@ -311,7 +312,7 @@ class Reader:
         if self._n > MAX_SIZE:
             raise BadOption("the schema is too large")
         if self._n % 64 == 0 and time.monotonic() > self._until:
-            raise BadOption(f"it takes longer than {MAX_MS} ms to read")
+            raise TookTooLong(f"{TOOK_TOO_LONG} {MAX_MS} ms to read")
 
     # --- references ---
 

@@ -203,6 +203,8 @@ class _LarkReader:
         return node
 
     def _atom(self, lexical: bool, deep: int) -> int:
+        if self._at == len(self._tokens):
+            raise BadOption("the grammar ends where a part of a rule must be")
         token = self._tokens[self._at]
         self._at += 1
         match token.kind:

@@ -6,7 +6,8 @@ the reason.
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from threading import Lock
 from typing import Final
 
 from ostinato.errors import BadOption, HardwareCannot, Unsupported
@@ -14,6 +15,7 @@ from ostinato.extras import install_command, missing
 from ostinato.options import Rule, Sampling
 from ostinato.text.automaton import AutomatonMatcher, GrammarMasks, Trie, of_rule
 from ostinato.text.grammar import Grammars, Matcher, TokenTable, check_multiples
+from ostinato.text.program import TookTooLong
 from ostinato.text.tokenizer import Tokenizer
 
 KEPT: Final = 16  # automata with their masks, some hundred kilobytes each
@@ -28,6 +30,8 @@ class Matchers:
         self._ends = frozenset(id for id in tokenizer.eog_ids if id < n_ids)
         self._compiled = lru_cache(KEPT)(self._compile)
         self._fallback = Grammars(tokenizer, n_ids)
+        self._lock = Lock()
+        self._made_trie: Trie | None = None
 
     def matcher(self, sampling: Sampling) -> AutomatonMatcher | Matcher | None:
         """The matcher for the constraint of `sampling`; None if there is none. BadOption if it cannot be followed."""
@@ -36,7 +40,10 @@ class Matchers:
             return None
         if not self._ends:
             raise Unsupported("this model has no token that ends an answer, so none can follow a schema or a grammar")
-        compiled = self._compiled(rule)
+        try:
+            compiled: GrammarMasks | str = self._compiled(rule)
+        except TookTooLong as error:  # not kept: it may be soon enough the next time
+            compiled = str(error)
         if isinstance(compiled, GrammarMasks):
             return AutomatonMatcher(compiled, self._ends, sampling)
         if missing("serve", ("llguidance",)):
@@ -51,6 +58,8 @@ class Matchers:
         try:
             check_multiples(rule.text)
             return GrammarMasks(of_rule(rule), self._trie, self._n_ids)
+        except TookTooLong:
+            raise
         except BadOption as error:
             return str(error)
         except HardwareCannot as error:  # no object and no compiler, or a form that llguidance reads
@@ -58,8 +67,11 @@ class Matchers:
                 raise
             return str(error)
 
-    @cached_property
+    @property
     def _trie(self) -> Trie:
         """Made when it is first needed, which takes tenths of a second."""
-        table = TokenTable(self._tokenizer, min(self._ends))
-        return Trie(table.tokens, table.special_token_ids)
+        with self._lock:
+            if self._made_trie is None:
+                table = TokenTable(self._tokenizer, min(self._ends))
+                self._made_trie = Trie(table.tokens, table.special_token_ids)
+            return self._made_trie

@@ -14,7 +14,12 @@ from typing import Final
 from ostinato.errors import BadOption
 
 UNBOUNDED: Final = -1
+TOOK_TOO_LONG: Final = "it takes longer than"  # as refusals begin that another time may not meet
 MAX_BOUND: Final = 1_000_000_000
+
+
+class TookTooLong(BadOption):
+    """The time to read or compile a grammar is up; on a less busy machine it may suffice."""
 
 
 class Op(IntEnum):

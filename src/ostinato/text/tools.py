@@ -14,9 +14,11 @@ import secrets
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias
 
 from ostinato.errors import BadInput, BadOption
+from ostinato.options import Rule
 from ostinato.text import block_calls, channels
 from ostinato.text.answer import Parser
 from ostinato.text.block_calls import GEMMA_MARKERS, PYTHON_MARKERS, BlockCalls, BlockForm
@@ -154,6 +156,7 @@ class ToolFormat:
     system: bool = True  # whether the template takes a system message,
     lists_tools: bool = True  # writes definitions of tools,
     writes_calls: bool = True  # and calls made before
+    other_control: tuple[int, ...] = ()  # ids of control tokens that are no markers and end no answer
 
     @staticmethod
     def for_template(template: ChatTemplate | None, tokenizer: Tokenizer) -> ToolFormat:
@@ -164,7 +167,8 @@ class ToolFormat:
         special = tokenizer.control_ids(markers)
         no_system = bool(re.search(r"[Ss]ystem role not supported", source))
         lists_tools = name not in ("phi", "plain") and _LISTS_TOOLS.search(source) is not None
-        return ToolFormat(name, markers, special, not no_system, lists_tools, "tool_calls" in source)
+        other = tuple(sorted(tokenizer.hidden - tokenizer.eog_ids - set(special.values())))
+        return ToolFormat(name, markers, special, not no_system, lists_tools, "tool_calls" in source, other)
 
     # Into the prompt
 
@@ -260,18 +264,21 @@ class ToolFormat:
         opening = shape.first or shape.begin
         marker = next((marker for marker in shape.markers if opening.startswith(marker)), None)
         again = "*" if parallel else "?"
+        # Control tokens that are no markers stay allowed in text, as without a grammar.
+        control = f"<[{','.join(map(str, self.other_control))}]>" if self.other_control else None
+        more = f"({control} ANY)*" if control else ""
         lines = [r"ANY: /(.|\n)*/"]
         if marker is None:  # calls are told from text by their whole beginning
             tags = "".join(f"{self._text(tag)}? " for tag in shape.markers if tag in self.special)
             begins = " | ".join(literal(shape.begin.replace("NAME", tool.name)) for tool in tools)
-            lines += [f"start: {tags}calls | OTHER", f"OTHER: ANY & ~(({begins}) ANY)"]
+            lines += [f"start: {tags}calls | OTHER {more}", f"OTHER: ANY & ~(({begins}) ANY)"]
         elif marker in self.special:
-            lines.append(f"start: ANY (calls ANY){again}")
+            lines += [f"start: text (calls text){again}", f"text: ANY {more}"]
         else:
-            shape = shape.after(marker)
-            lines += [f"start: (begin calls){again} OTHER", f"begin[suffix={literal(marker)}]: ANY"]
+            shape, before = shape.after(marker), f"(OTHER {control})*" if control else ""
+            lines += [f"start: ({before} begin calls){again} {before} OTHER", f"begin[suffix={literal(marker)}]: ANY"]
             lines.append(f"OTHER: ANY & ~(ANY {literal(marker)} ANY)")
-        several = parallel and (marker is None or bool(_SHAPES[self.name].first))
+        several = parallel and (marker is None or bool(shape.first))
         return "\n".join([*lines, *self._call_rules(shape, tools, several=several, any_object=True)])
 
     def _call_rules(
@@ -284,12 +291,10 @@ class ToolFormat:
             begin = self._text(shape.begin.replace("NAME", tool.name))
             rules.append(f"call_{number}: {begin} args_{number} {self._text(shape.end)}".rstrip())
             name = f"tools[{number}].function.parameters of {tool.name!r}"
-            try:
-                schema = _json(_closed(tool.parameters), name)
-            except BadOption:
-                if not any_object:
-                    raise
+            if any_object and not _can_be_followed(json.dumps(_closed(tool.parameters))):
                 schema = _json({"type": "object"})
+            else:
+                schema = _json(_closed(tool.parameters), name)
             rules.append(f"args_{number}: %json {schema}")
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
         more = f"({self._text(shape.between)} call)*" if several else ""
@@ -584,6 +589,18 @@ def _closed(parameters: Mapping[str, Any]) -> dict[str, Any]:
     if schema["type"] == "object" and not {"$ref", "anyOf", "oneOf", "allOf", "patternProperties"} & schema.keys():
         schema.setdefault("additionalProperties", False)
     return schema
+
+
+@lru_cache(MAX_TOOLS * 4)
+def _can_be_followed(schema: str) -> bool:
+    """Whether our compiler takes a schema; clients send the same tools with every turn of a conversation."""
+    from ostinato.text.automaton import of_rule
+
+    try:
+        of_rule(Rule("schema", schema))
+    except BadOption:
+        return False
+    return True
 
 
 def _json(schema: Mapping[str, Any], name: str = "this schema") -> str:

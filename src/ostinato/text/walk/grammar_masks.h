@@ -73,12 +73,18 @@ GRAMMAR_FUNCTION bool match_key(const int* a, const int* v, int* mask, const int
   return true;
 }
 
+// Uses are counted without a sign: the count may pass its end.
+GRAMMAR_FUNCTION int tick(int* kept) { return kept[KEPT_CLOCK] = int(unsigned(kept[KEPT_CLOCK]) + 1u); }
+GRAMMAR_FUNCTION unsigned age_of(int* kept, int place) {
+  return unsigned(kept[KEPT_CLOCK]) - unsigned(kept_mask(kept, place)[MASK_USED]);
+}
+
 // The kept mask of a position, or null.
 GRAMMAR_FUNCTION const unsigned* find_kept(const int* a, const int* v, int* kept, const int* position) {
   for (int place = 0; place < kept[KEPT_N]; ++place) {
     int* mask = kept_mask(kept, place);
     if (mask[MASK_STATE] != position[POSITION_STATE] || !match_key(a, v, mask, position, false)) continue;
-    mask[MASK_USED] = ++kept[KEPT_CLOCK];
+    mask[MASK_USED] = tick(kept);
     return reinterpret_cast<const unsigned*>(mask + MASK_BITS);
   }
   return nullptr;
@@ -91,14 +97,13 @@ GRAMMAR_FUNCTION void keep(const int* a, const int* v, int* kept, const int* pos
   int place = kept[KEPT_N] < kept[KEPT_MOST] ? kept[KEPT_N]++ : 0;
   if (place == 0) {
     for (int i = 1; i < kept[KEPT_N]; ++i) {
-      int age = kept[KEPT_CLOCK] - kept_mask(kept, i)[MASK_USED];
-      if (age > kept[KEPT_CLOCK] - kept_mask(kept, place)[MASK_USED]) place = i;
+      if (age_of(kept, i) > age_of(kept, place)) place = i;
     }
   }
   int* mask = kept_mask(kept, place);
   mask[MASK_STATE] = position[POSITION_STATE];
   mask[MASK_BELOW] = position[POSITION_DEPTH] - lowest;
-  mask[MASK_USED] = ++kept[KEPT_CLOCK];
+  mask[MASK_USED] = tick(kept);
   match_key(a, v, mask, position, true);
   for (int word = 0; word < kept[KEPT_BITS]; ++word) mask[MASK_BITS + word] = int(bits[word]);
 }

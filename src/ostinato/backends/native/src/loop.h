@@ -1335,11 +1335,14 @@ static inline size_t scratch_bytes(Plan plan) {
 
 // --- the loop: jobs for the team, and what Python calls ---
 
-// Held for a few copies: slots of one grammar share its kept masks.
+// Held for a few copies: slots of one grammar share its kept masks. A member that does not get it soon does without
+// them.
 struct SpinLock {
     std::atomic_flag held = ATOMIC_FLAG_INIT;
-    void lock() {
-        while (held.test_and_set(std::memory_order_acquire)) {}
+    bool lock() {
+        for (int i = 0; i < 4096; i++, team::relax())
+            if (!held.test_and_set(std::memory_order_acquire)) return true;
+        return false;
     }
     void unlock() { held.clear(std::memory_order_release); }
 };
@@ -1356,7 +1359,7 @@ struct Loop : ForwardPass {
         for (int row = m.me; row < n_rows; row += m.n) {
             const int slot = slot_of(row);
             if (TABLE_grammar(plan.view)[slot] && !find_allowed(plan.view, slot, kept_masks)) {
-                TABLE_chosen(plan.view)[row] = -1;
+                choose_none(plan.view, row);
                 continue;
             }
             sample_row(plan.view, plan.logits + size_t(row) * plan.head.rows, row, slot, false, plan.n_tokens,
