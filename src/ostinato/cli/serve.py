@@ -56,6 +56,14 @@ def serve(
         Path | None,
         Flag("Answer with the texts in FILE, not the model's: for tests of clients.", "FILE", hidden=True),
     ] = None,
+    verify: Annotated[
+        bool | None,
+        Flag(
+            "Compare the mode with the reference before the port opens; by default on a GPU where it never passed.",
+            name="--verify/--no-verify",
+            panel=_MODELS,
+        ),
+    ] = None,
     load: flags.ToServe,
     replicas: Annotated[int | None, Flag("Engines, on Ray Serve.", "N", panel=_SCALE, min=1)] = None,
     max_replicas: Annotated[int | None, Flag("Up to so many when requests wait.", "N", panel=_SCALE, min=1)] = None,
@@ -100,6 +108,8 @@ def serve(
     say = _checked_once(talk)
     if script is not None:
         say(f"warning: answers are the texts of {script}, not the model's")
+    if many and verify:
+        raise BadInput("--verify is for this machine; with --replicas, run `ostinato verify` where they run")
     if many and len(model) > 1:
         raise BadInput(f"--replicas serve one model, and {len(model)} were given; give one, or serve without replicas")
     if many:
@@ -109,12 +119,33 @@ def serve(
     elif routing is not None:
         raise BadInput("--routing is between replicas; give --replicas too")
     else:
+        code = _verify(options, verify, say)
+        if code:
+            raise typer.Exit(code)
         supervisor = Supervisor(options, say)
         for one in model:  # before anything starts: an unknown name, or a download
             resolve(one, talk=say)
         code = _check_loadable(options, say) or supervisor.run()
     if code:
         raise typer.Exit(code)
+
+
+def _verify(options: ServeOptions, verify: bool | None, say: Talk) -> int:
+    """Compare the first model's mode with the reference, where that is asked for or due; the exit code, 0 to go on."""
+    from ostinato.engine.machine import driver_version
+
+    if verify is False or (
+        verify is None and (options.script or options.load.device == "cpu" or driver_version() is None)
+    ):
+        return 0
+    from ostinato.cli.verify_start import verified_start
+    from ostinato.serve.supervisor import listen
+
+    listen(options.host, options.port).close()  # a port that is in use is told at once
+    found = verified_start(options, verify)
+    if found.said:
+        say(found.said)
+    return found.exit_code
 
 
 def _check_loadable(options: ServeOptions, say: Talk) -> int:

@@ -77,7 +77,8 @@ def _verified(model: str, options: LoadOptions) -> tuple[VerifyReport, dict[str,
             dense = (lambda: bare.load("cpu", dense=True)) if tiles else None
             again = None if tiles else (lambda: bare.load("cpu"))
             report += verifier.verify(again, detail, dense=dense)
-        kept = () if card is None else verified.keep(card, report, bare.checkpoint.path.name, talk)
+        name = bare.checkpoint.path.name
+        kept = () if card is None else verified.keep(card, report, name, talk, modes=verified.RECORDED)
     return report, {
         "model": model,
         "path": str(bare.checkpoint.path),
@@ -85,7 +86,7 @@ def _verified(model: str, options: LoadOptions) -> tuple[VerifyReport, dict[str,
         "dtype": settled.dtype,
         "kv_type": settled.kv_type,
         "activations": settled.activations if tiles else None,
-        "kept_for_auto": list(kept),
+        "kept_for_auto": [mode for mode in kept if mode in verified.NEED_VERIFICATION],
     }
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 NEED_VERIFICATION: Final = (
     "persistent",
 )  # modes that `auto` takes only where they were verified, or ran before a release
+RECORDED: Final = tuple(mode for mode in MODES if mode != "eager")  # modes whose results are written down
 LOCK_S: Final = 10.0
 MOST_RESULTS: Final = 64
 
@@ -66,10 +67,12 @@ def forget(card: VerifiedCard, modes: Collection[str], talk: Talk) -> None:
         _replace(card, modes, (), talk)
 
 
-def keep(card: VerifiedCard, report: VerifyReport, model: str, talk: Talk) -> tuple[str, ...]:
-    """Write down for each doubted mode of a report that it passed, or remove its earlier result where it did not. The
+def keep(
+    card: VerifiedCard, report: VerifyReport, model: str, talk: Talk, *, modes: Collection[str] = NEED_VERIFICATION
+) -> tuple[str, ...]:
+    """Write down for each of these modes in a report that it passed, or remove its earlier result where it did not. The
     modes that passed and are written down."""
-    compared = {check.name for check in report.checks} & set(NEED_VERIFICATION)
+    compared = {check.name for check in report.checks} & set(modes)
     wrong = {check.name for check in report.checks if not check.passed}
     shared = wrong - set(MODES)  # such as `weights`, which every mode reads
     passed = set() if shared else compared - wrong

@@ -108,7 +108,7 @@ class Verifier:
         if fresh is not None:
             assert isinstance(fresh, Model)
             tell("one token through the twins")
-            checks.append(timed(BASE, "the twins", "tolerance", partial(self.near_twins, fresh)))
+            checks.append(self.beside_twins(fresh))
             del fresh
         before = compare.checksums(self.model)
         for mode in modes:
@@ -121,6 +121,11 @@ class Verifier:
         return Compared(*compare.compare_weights(self.model, fresh))
 
     # One token against the twins (E-28)
+
+    def beside_twins(self, fresh: LoadedModel) -> Check:
+        """`eager` beside the slow twins over another copy of the weights, for one token."""
+        assert isinstance(fresh, Model)
+        return timed(BASE, "the twins", "tolerance", partial(self.near_twins, fresh))
 
     def near_twins(self, fresh: Model) -> Compared:
         """The first step of `eager` against the decoder's own flow over another copy of the weights.

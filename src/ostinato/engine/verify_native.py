@@ -51,6 +51,14 @@ class NativeVerifier:
         checks.append(timed("weights", "before the runs", "bits", lambda: self._unchanged(before)))
         return VerifyReport(tuple(checks), {})
 
+    def verify_level(self) -> VerifyReport:
+        """One sequence of the loop beside the plainest object that can be had of it, which may be the same."""
+        level, library = plainest_library()
+        one = self._cases()[:1]
+        return VerifyReport(
+            (self._same(level.words, self.entries(one), lambda: self.entries(one, library=library)),), {}
+        )
+
     def _others(self) -> Iterator[tuple[str, Run]]:
         """What the loop is compared with."""
         level, library = plainest_library()

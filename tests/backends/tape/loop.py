@@ -14,7 +14,7 @@ from ostinato.backends.base import Chunks, Settled, why_not_kept
 from ostinato.backends.cuda.packed import Packed, dequantize_torch, unpack
 from ostinato.backends.machine import SHARED_BYTES, Capability, Chip
 from ostinato.backends.tape.backend import TAPE, why_not_rows, why_not_shape, why_not_tensors
-from ostinato.backends.tape.plan import Argument, TapeStep, tape_plan, why_not_values
+from ostinato.backends.tape.plan import TapeStep, tape_plan, why_not_values
 from ostinato.backends.tape.start import tape_headers, tape_source
 from ostinato.backends.torch.backend import TWIN, TorchRunner
 from ostinato.backends.torch.chunks import TorchChunks
@@ -74,8 +74,7 @@ class EmulatedTape(Launched):
         self._card.close()
 
     def _run(self, *, single: bool) -> None:
-        argument = Argument.from_buffer_copy(self._step.argument)
-        argument.single = single
+        argument = self._step.checked_argument(single=single)
         self._seed += 1
         sizes = self._step.sizes
         self._program.run(

@@ -19,7 +19,7 @@ from ostinato.backends.tape.start import TapeLoop
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.tables import tensor_tables
 from ostinato.cache.groups import one_group
-from ostinato.errors import DecodeInvariantError, HardwareCannot
+from ostinato.errors import BadPointer, DecodeInvariantError, HardwareCannot
 from ostinato.loop.guard import Guard
 from ostinato.loop.layout import Layout
 from tests.backends.tape.models import shape_of, small
@@ -133,6 +133,61 @@ def test_a_trigger_is_one_cooperative_launch_with_one_struct(card: Card) -> None
     assert start.device_paced
     assert not start.running
     assert start.wait(1.0)
+    start.close()
+
+
+def spoil_null(start: TapeLoop, name: str) -> None:
+    setattr(start._step.argument, name, None)
+
+
+def spoil_foreign(start: TapeLoop, name: str) -> None:
+    setattr(start._step.argument, name, torch.zeros(8).data_ptr())
+
+
+def spoil_freed(start: TapeLoop, name: str) -> None:
+    own: Any = start._step.buffers[name]
+    own.set_(torch.zeros(0, dtype=own.dtype))
+
+
+def spoil_moved(start: TapeLoop, name: str) -> None:
+    own: Any = start._step.buffers[name]
+    own.set_(torch.zeros_like(own))
+
+
+@pytest.mark.parametrize("spoil", [spoil_null, spoil_foreign, spoil_freed, spoil_moved])
+@pytest.mark.parametrize("name", ["tape", "caches", "x", "logits"])
+def test_an_address_that_is_null_foreign_freed_or_moved_is_refused_by_name_before_the_launch(
+    card: Card, spoil: Callable[[TapeLoop, str], None], name: str
+) -> None:
+    """E-1."""
+    start = start_on(card)
+    start.build()
+    spoil(start, name)
+    for launch in (start.launch, start.step):
+        with pytest.raises(BadPointer, match=f"^{name} "):
+            launch()
+    assert card.launches == []
+    other = start_on(card)
+    other.build()
+    other.launch()
+    assert len(card.launches) == 1
+    for one in (start, other):
+        one.close()
+
+
+def test_the_tables_and_the_clock_pass_the_same_gate(card: Card) -> None:
+    """E-1: a clock is null unless times are noted."""
+    start = start_on(card)
+    start.build()
+    start._step.argument.clock = start._step.buffers["clock"].data_ptr()
+    with pytest.raises(BadPointer, match=r"^clock "):
+        start.launch()
+    start.note_times()
+    start.launch()
+    start._step.argument.view.rings = 64
+    with pytest.raises(BadPointer, match=r"^view\.rings "):
+        start.launch()
+    assert len(card.launches) == 1
     start.close()
 
 

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ostinato.backends.cuda.launch import checked
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.scratch import scratch_elements
 from ostinato.backends.machine import Chip, arch_of
@@ -40,7 +41,7 @@ from ostinato.backends.torch.plan import memory_tensors, tensors_of
 from ostinato.backends.torch.weight import Weight, rows_of
 from ostinato.backends.weights import Stack
 from ostinato.cache.kv_bytes import KV_FORMATS
-from ostinato.errors import HardwareCannot, InternalError
+from ostinato.errors import BadPointer, HardwareCannot, InternalError
 from ostinato.loop.layout import Tables
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import Attention, GatedMLP, Linear, with_leaves
@@ -74,8 +75,17 @@ _TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 # --- the structs of backends/tape/src/parts.h ---
 
 
+_ARENAS: Final = ("table", "admissions", "rings")
+_POINTERS: Final = (
+    *("tape", "tape_at", "segments", "norms", "qkv_bias", "qk_norms"),
+    *("frequencies", "embedding", "caches", "windows", "groups"),
+    *("x", "qkv", "parts", "attended", "inside", "summaries", "marks"),
+    *("logits", "scaled", "state", "clock"),
+)
+
+
 class _TapeView(Structure):
-    _fields_ = tuple((name, c_void_p) for name in ("table", "admissions", "rings"))
+    _fields_ = tuple((name, c_void_p) for name in _ARENAS)
 
 
 class Argument(Structure):
@@ -84,10 +94,7 @@ class Argument(Structure):
     _fields_ = (
         ("view", _TapeView),
         *((name, c_uint64) for name in ("plan_hash", "epoch")),
-        *((name, c_void_p) for name in ("tape", "tape_at", "segments", "norms", "qkv_bias", "qk_norms")),
-        *((name, c_void_p) for name in ("frequencies", "embedding", "caches", "windows", "groups")),
-        *((name, c_void_p) for name in ("x", "qkv", "parts", "attended", "inside", "summaries", "marks")),
-        *((name, c_void_p) for name in ("logits", "scaled", "state", "clock")),
+        *((name, c_void_p) for name in _POINTERS),
         ("single", c_int),
     )
 
@@ -446,6 +453,8 @@ class TapeStep:
         self.buffers |= between
         self.written = tuple(between)
         self._caches(model, memory)
+        self._device, self._notes_times = model.device, False
+        self._arenas = {name: getattr(tables, name).memory for name in _ARENAS}
         self.argument = self._argument(tables)
         self.n_plain_bytes = sum(b.n_bytes for b in without_repeats(_weight_buffers(model)))  # what prompts could read
         self.n_scratch_bytes = scratch_elements(model) * model.dtype.itemsize
@@ -487,8 +496,28 @@ class TapeStep:
         """What the step boundary compares at every step (I-10)."""
         self.argument.plan_hash, self.argument.epoch = plan_hash, executable
 
+    def checked_argument(self, *, single: bool) -> Argument:
+        """The argument of one launch, with every address through the gate of launches (E-1): BadPointer, by name, where
+        it is not that of the tensor that it was made of, or where that tensor is no longer there."""
+        expected = {name: _address(name, tensor, self._device) for name, tensor in self.buffers.items()}
+        if not self._notes_times:
+            expected["clock"] = 0
+        expected |= {f"view.{name}": _address(name, memory, memory.device) for name, memory in self._arenas.items()}
+        given = {name: getattr(self.argument, name) for name in _POINTERS}
+        given |= {f"view.{name}": getattr(self.argument.view, name) for name in self._arenas}
+        for name, address in given.items():
+            if (address or 0) != expected.get(name, 0):
+                raise BadPointer(
+                    f"{name} of the persistent kernel is {address or 0:#x}, and its memory is at "
+                    f"{expected.get(name, 0):#x}; it is not launched"
+                )
+        copied = Argument.from_buffer_copy(self.argument)
+        copied.single = single
+        return copied
+
     def note_times(self) -> None:
         """From the next launch on, every block notes when it begins each phase: for the timeline (`lab/tape.py`)."""
+        self._notes_times = True
         self.argument.clock = self.buffers["clock"].data_ptr()
 
     def _weights(self, model: Model, sources: Sequence[TapeSource], of_qkv: Sequence[bool]) -> dict[str, Tensor]:
@@ -557,6 +586,11 @@ class TapeStep:
             setattr(argument, name, tensor.data_ptr())
         argument.clock = None  # marks cost a little: `note_times` turns them on
         return argument
+
+
+def _address(name: str, tensor: Tensor, device: torch.device) -> int:
+    """Of a tensor that a kernel may be launched on; BadPointer where it may not."""
+    return checked(name, tensor, dtype=tensor.dtype, shape=[None] * tensor.dim(), device=device).data_ptr()
 
 
 def tape_plan(model: Model, memory: PagedMemory, tables: Tables, step: TapeStep) -> Plan:

@@ -18,7 +18,7 @@ from ostinato.backends import cards
 from ostinato.backends.cuda import gpu
 from ostinato.backends.cuda.start import DevicePaced, EventWork, module_of
 from ostinato.backends.machine import Chip
-from ostinato.backends.tape.plan import Argument, TapeStep, Variant
+from ostinato.backends.tape.plan import TapeStep, Variant
 from ostinato.build import cubin
 from ostinato.errors import HardwareCannot
 from ostinato.loop.guard import Guard
@@ -134,8 +134,7 @@ class TapeLoop(DevicePaced):
         from cuda.core import Device
 
         Device(self.device.index or 0).set_current()  # of this thread, which need not be the one that built
-        argument = Argument.from_buffer_copy(self._step.argument)
-        argument.single = single
+        argument = self._step.checked_argument(single=single)
         places = (c_void_p * 1)(addressof(argument))
         sizes, stream = self._step.sizes, driver.CUstream(self.stream.cuda_stream)
         grid, threads = (sizes.grid.n_blocks, 1, 1), (sizes.n_threads, 1, 1)
