@@ -36,12 +36,14 @@ class Rule:
     uncited: str | None = None
     status: str | None = None
     note: str | None = None
+    reason: str | None = None
     tests: tuple[str, ...] = ()
     gpu: tuple[str, ...] = ()
 
     @property
     def state(self) -> str:
-        return f"{self.status}: {self.note}" if self.note else f"{self.status}"
+        said = "; ".join(filter(None, (self.note, self.reason)))
+        return f"{self.status}: {said}" if said else f"{self.status}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,18 @@ def free_slots(server: Running) -> int:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_four_answers_at_once_share_their_steps(tiny: Path, stream: bool) -> None:
+    """E-73: an answer that is sent whole goes through the same slots as a stream, and waits for no other."""
+    n_tokens = 300
+    body = {**LONG, "stream": stream, "max_tokens": n_tokens}
+    with serving(tiny, llm={**SLOW, "slots": 4}) as server, ThreadPoolExecutor(4) as clients:
+        answers = list(clients.map(lambda _: server.post(CHAT, body).status_code, range(4)))
+        stats = server.llm.stats()
+        assert (answers, stats.tokens) == ([200] * 4, 4 * n_tokens)
+        assert stats.steps < 2 * n_tokens
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @every_api
 def test_a_client_that_leaves_frees_its_slot(tiny: Path, path: str, stream: bool) -> None:
     with serving(tiny, llm={**SLOW, "slots": 2}) as server:
