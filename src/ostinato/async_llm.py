@@ -205,9 +205,10 @@ class AsyncLLM:
         llm = self._here()
         return await self._in(self._beside, lambda: llm.embed(texts, pooling, normalize=normalize, prompt=prompt))
 
-    async def rank(self, query: str, texts: Sequence[str]) -> Floats:
+    async def rank(self, query: str, texts: Sequence[str], *, prompt: str | None = None) -> Floats:
         """How well each text answers the query, by a ranking model (`LLM.rank`)."""
-        return await self._in(self._beside, self._here().rank, query, texts)
+        llm = self._here()
+        return await self._in(self._beside, lambda: llm.rank(query, texts, prompt=prompt))
 
     # Inside
 

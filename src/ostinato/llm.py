@@ -174,7 +174,7 @@ class LLM:
         shape = read_shape(checkpoint)
         settled = self._choose(checkpoint, shape, talk)
         with ThreadPoolExecutor(1) as beside:
-            texts = beside.submit(self._load_tokenizer)
+            texts = beside.submit(self._load_tokenizer, shape)
 
             def refuse_early(done: int, total: int) -> None:
                 """Raise a tokenizer's error at once, not after all weights are read."""
@@ -214,10 +214,10 @@ class LLM:
         """Backend, mode and memory, before any weights are read."""
         return choose(checkpoint, shape, self._options, talk)
 
-    def _load_tokenizer(self) -> None:
+    def _load_tokenizer(self, shape: Shape) -> None:
         self.tokenizer = tokenizer_of(self._checkpoint)
         self.template = template_of(self._checkpoint, self.tokenizer)
-        self.retrieval = forms_of(self._checkpoint)
+        self.retrieval = forms_of(self._checkpoint, self.template, by_words=bool(shape.rank_tokens))
         reasoning = Reasoning.for_template(self.template, self.tokenizer)
         self._channels = reasoning if isinstance(reasoning, Channels) else None  # other reasoning stays in the text
 
@@ -649,6 +649,7 @@ class LLM:
         *,
         normalize: bool | None = None,
         prompt: str | None = None,
+        left_out: Sequence[int] | None = None,
     ) -> Iterator[Floats]:
         """The vector of each text, as `embed` gives it, as soon as it is computed. A reader that stops before the end
         cancels the rest.
@@ -660,6 +661,8 @@ class LLM:
             pooling: as for `embed`.
             normalize: as for `embed`.
             prompt: as for `embed`; token ids are taken as they are.
+            left_out: of each text, how many tokens at its beginning are no part of its vector; the default is none,
+                or those of the prompt where the model's files say so.
 
         Yields:
             float32 [hidden], in the order of `texts`.
@@ -676,12 +679,16 @@ class LLM:
             return
         before = self.retrieval.prompt(prompt)
         ids = [self.tokenize(before + text) if isinstance(text, str) else whole_ids(text) for text in texts]
+        if left_out is None:
+            n = 0 if wanted == "rank" else self.retrieval.n_left_out(self.tokenizer, before)
+            left_out = [n if isinstance(text, str) else 0 for text in texts]
+        firsts = [min(n, len(text) - 1) for n, text in zip(left_out, ids, strict=True)]  # one row is always there
         if self._encoder is None:
-            vectors = each_vector(self._text_engine, ids, wanted)
+            vectors = each_vector(self._text_engine, ids, wanted, firsts=firsts)
         else:
             for text in ids:
                 check_prompt(text, shape=self.shape, context=self.context)
-            vectors = self._encoder.each_vector(ids, wanted)
+            vectors = self._encoder.each_vector(ids, wanted, firsts=firsts)
         if normalize is None:
             own = self.shape.pooling is not None  # a model for embeddings says so itself
             normalize = wanted != "rank" and (self.shape.normalise if own else True)
@@ -690,7 +697,7 @@ class LLM:
                 vector = vector / np.maximum(np.linalg.norm(vector, axis=-1, keepdims=True), np.float32(1e-12))
             yield vector
 
-    def rank(self, query: str, texts: Sequence[str]) -> Floats:
+    def rank(self, query: str, texts: Sequence[str], *, prompt: str | None = None) -> Floats:
         """How well each text answers the query, by a ranking model.
 
         >>> llm.rank("what is a lighthouse?", ["a tower with a lamp", "a kind of fish"])  # doctest: +SKIP
@@ -698,13 +705,16 @@ class LLM:
         Args:
             query: the question.
             texts: the texts to compare.
+            prompt: the name of a prompt of the model's files, such as an instruction; the default is the one that the
+                files name, else none.
 
         Returns:
-            float32 [texts, classes], usually one class.
+            float32 [texts, classes], usually one class. A language model that ranks by a word (Qwen3-Reranker) gives
+            the logit of yes less that of no.
         """
         if not listed(texts):
             return np.empty((0, self.shape.n_classes or 1), np.float32)
-        return self.rank_pairs([self.retrieval.pair(self.tokenizer, query, text) for text in texts])
+        return self.rank_pairs([self.retrieval.pair(self.tokenizer, query, text, prompt) for text in texts])
 
     def rank_pairs(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Floats:
         """The same of pairs of token ids, each a query and a text as `retrieval.pair` makes them.

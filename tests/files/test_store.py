@@ -505,6 +505,12 @@ REPO_FILES: Mapping[str, bytes] = {
     "pytorch_model.bin": b"a pickle",
     "original/params.json": b"{}",
     "onnx/model.safetensors": b"another",
+    "modules.json": b"[]",
+    "config_sentence_transformers.json": b"{}",
+    "sentence_bert_config.json": b"{}",
+    "1_Pooling/config.json": b"{}",
+    "2_Dense/model.safetensors": b"a product",
+    "2_Dense/pytorch_model.bin": b"a pickle",
     "README.md": b"words",
     "training_args.bin": b"a pickle",
 }
@@ -516,11 +522,16 @@ def names(source: HubSource, offered: Mapping[str, bytes]) -> list[str]:
 
 def test_of_a_repository_only_what_makes_up_the_model_is_wanted() -> None:
     assert names(HubSource("owner/repo"), REPO_FILES) == [
+        "1_Pooling/config.json",
+        "2_Dense/model.safetensors",
         "chat_template.jinja",
         "config.json",
+        "config_sentence_transformers.json",
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
         "model.safetensors.index.json",
+        "modules.json",
+        "sentence_bert_config.json",
         "tokenizer.json",
         "tokenizer_config.json",
     ]

@@ -1,7 +1,7 @@
 """Decoders for retrieval: qwen3 embeddings, whose files say how to pool and which prompts there are, and rerankers."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, processors
 
@@ -114,6 +115,65 @@ def test_a_gguf_file_of_qwen3_embeddings_pools_as_it_says(tmp_path: Path) -> Non
             llm.embed(TEXTS, prompt="query")
 
 
+# What a prompt's rows are to a vector
+
+
+@pytest.mark.parametrize("mode", ["loop", "eager"])
+@pytest.mark.parametrize("how", ["mean", "cls", "last"])
+@pytest.mark.parametrize("included", [True, False])
+def test_a_prompt_is_left_out_of_a_vector_where_the_files_say_so(
+    how: str, mode: str, included: bool, tmp_path: Path
+) -> None:
+    path = as_sentence_transformer("qwen3", tmp_path)
+    state_pooling(path, how, include_prompt=included)
+    known = Tokenizer.from_file(str(path / "tokenizer.json"))
+    n_left_out = 0 if included else len(known.encode(PROMPTS["query"]).ids) - 1  # its end token stands after the text
+    with LLM(path, device="cpu", mode=mode) as llm:
+        assert_same(llm.embed(TEXTS, prompt="query"), by_rows(hidden, known, how, "query", n_left_out))
+        assert_same(llm.embed(TEXTS, prompt="document"), by_rows(hidden, known, how, "document", 0))
+        given = known.encode(PROMPTS["query"] + TEXTS[0]).ids
+        assert_same(llm.embed([given]), pooled(hidden(given), how)[None])  # ids are taken as they are
+
+
+@pytest.mark.parametrize("mode", ["loop", "eager"])
+@pytest.mark.parametrize("how", ["mean", "cls"])
+def test_an_encoder_leaves_a_prompt_out_of_a_vector(how: str, mode: str, tmp_path: Path) -> None:
+    path = tiny_encoders.folder("bert", tmp_path)
+    state_pooling(path, how, include_prompt=False)
+    (path / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "who was "}}))
+    texts = [*tiny_encoders.TEXTS, ""]  # of the last one, the end token is left
+    n_left_out = len(tiny_encoders.ids_of("who was ")) - 1
+    rows = [tiny_encoders.rows("bert", tiny_encoders.ids_of("who was " + text)) for text in texts]
+    wanted = torch.stack([pooled(text[n_left_out:], how) for text in rows])
+    with LLM(path, device="cpu", mode=mode) as llm:
+        assert_same(llm.embed(texts, prompt="query"), wanted)
+        assert not np.allclose(llm.embed(texts), wanted, atol=1e-3)
+
+
+def state_pooling(path: Path, how: str, **more: Any) -> None:
+    tiny_encoders.write_pooling(path, how)
+    file = path / "1_Pooling" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+
+
+def hidden(ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        rows: torch.Tensor = tiny.build("qwen3").model(torch.tensor([ids])).last_hidden_state[0]
+    return rows
+
+
+def pooled(rows: torch.Tensor, how: str) -> torch.Tensor:
+    row = {"mean": rows.mean(0), "cls": rows[0], "last": rows[-1]}[how]
+    return torch.nn.functional.normalize(row, dim=0)
+
+
+def by_rows(
+    rows_of: Callable[[list[int]], torch.Tensor], known: Tokenizer, how: str, prompt: str, n_left_out: int
+) -> torch.Tensor:
+    ids = [known.encode(PROMPTS[prompt] + text).ids for text in TEXTS]
+    return torch.stack([pooled(rows_of(text)[n_left_out:], how) for text in ids])
+
+
 def reranker(tmp: Path, **facts: Any) -> Path:
     head = tiny.build("qwen3").lm_head.weight.detach()
     stated = {"qwen3__pooling_type": 4, "qwen3__classifier__output_labels": ["yes", "no"]}
@@ -146,3 +206,146 @@ def test_a_qwen3_without_a_head_does_not_rank_and_one_of_other_words_is_refused(
 def test_a_template_for_pairs_must_have_both_places(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match=r"must be a text with \{query\}"):
         LLM(reranker(tmp_path, tokenizer__chat_template__rerank="{document} {query}"), device="cpu")
+
+
+# Folders that rank
+
+PAIR_TEMPLATE = (
+    "{%- set asked = messages | selectattr('role', 'eq', 'system') | map(attribute='content') | first -%}"
+    "<|im_start|>user\n{{ asked | default('is it so?') }} "
+    "{{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first }} | "
+    "{{ messages | selectattr('role', 'eq', 'document') | map(attribute='content') | first }}<|im_end|>\n"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+IN_PARTS = PAIR_TEMPLATE.replace("map(attribute='content') | first", "map(attribute='content') | first | first).text")
+IN_PARTS = IN_PARTS.replace("{{ messages", "{{ (messages").replace(
+    "{%- set asked = messages", "{%- set asked = (messages"
+)
+CHAT_ONLY = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+
+
+def by_words(
+    tmp: Path, *, template: str | None = PAIR_TEMPLATE, calls: Mapping[str, Any] | None = None, **stated: Any
+) -> Path:
+    """A folder of a causal model that ranks by the logits of two tokens, as sentence-transformers writes it."""
+    path = tiny.folder("qwen3", tmp)
+    write_modules(path, "Transformer", "LogitScore")
+    (path / "1_LogitScore").mkdir()
+    words = {"true_token_id": YES, "false_token_id": NO, **stated}
+    (path / "1_LogitScore" / "config.json").write_text(json.dumps(words))
+    prompts = {"prompts": {"web": "for the web:", "code": "for code:"}, "default_prompt_name": "web"}
+    (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    calls = {"add_generation_prompt": True, "max_length": 64} if calls is None else calls
+    (path / "sentence_bert_config.json").write_text(json.dumps({"processing_kwargs": {"chat_template": calls}}))
+    write_template(path, template)
+    return path
+
+
+def write_modules(path: Path, *kinds: str) -> None:
+    modules = [
+        {"idx": number, "path": f"{number}_{kind}" if number else "", "type": f"sentence_transformers.{kind}"}
+        for number, kind in enumerate(kinds)
+    ]
+    (path / "modules.json").write_text(json.dumps(modules))
+
+
+def write_template(path: Path, template: str | None) -> None:
+    (path / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    if template is not None:
+        (path / "chat_template.jinja").write_text(template)
+
+
+def pair_as_transformers_writes_it(path: Path, query: str, text: str, prompt: str, **options: Any) -> list[int]:
+    known = transformers.AutoTokenizer.from_pretrained(path)
+    messages = [("system", prompt), ("query", query), ("document", text)]
+    ids: list[int] = known.apply_chat_template(
+        [{"role": role, "content": content} for role, content in messages],
+        chat_template=PAIR_TEMPLATE, tokenize=True, return_dict=False, **options,
+    )  # fmt: skip
+    return ids
+
+
+def logits_after(ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        row: torch.Tensor = tiny.build("qwen3")(torch.tensor([ids])).logits[0, -1]
+    return row
+
+
+@pytest.mark.parametrize("mode", ["loop", "eager"])
+@pytest.mark.parametrize("template", [PAIR_TEMPLATE, IN_PARTS], ids=["text", "parts"])
+def test_a_folder_of_a_language_model_ranks_by_the_words_that_it_names(
+    template: str, mode: str, tmp_path: Path
+) -> None:
+    path = by_words(tmp_path, template=template)
+    for prompt, asked in ((None, "for the web:"), ("code", "for code:")):
+        with LLM(path, device="cpu", mode=mode) as llm:
+            found = llm.rank(TEXTS[0], TEXTS[1:], prompt=prompt)
+        for score, text in zip(found, TEXTS[1:], strict=True):
+            ids = pair_as_transformers_writes_it(path, TEXTS[0], text, asked, add_generation_prompt=True)
+            words = logits_after(ids)
+            np.testing.assert_allclose(score, [float(words[YES] - words[NO])], atol=1e-4)
+
+
+def test_a_folder_may_rank_by_one_word_and_without_a_generation_prompt(tmp_path: Path) -> None:
+    path = by_words(tmp_path, calls={}, false_token_id=None)
+    with LLM(path, device="cpu") as llm:
+        assert (llm.shape.pooling, llm.shape.n_classes) == ("rank", 1)
+        found = llm.rank(TEXTS[0], TEXTS[1:2])
+        with pytest.raises(BadOption, match=r"unknown prompt 'wen'.*web"):
+            llm.rank(TEXTS[0], TEXTS, prompt="wen")
+    ids = pair_as_transformers_writes_it(path, TEXTS[0], TEXTS[1], "for the web:")
+    np.testing.assert_allclose(found, [[float(logits_after(ids)[YES])]], atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["loop", "eager"])
+@pytest.mark.parametrize("template", [None, PAIR_TEMPLATE], ids=["plain", "template"])
+def test_a_folder_of_a_qwen3_with_a_head_of_classes_ranks_by_its_last_row(
+    template: str | None, mode: str, tmp_path: Path
+) -> None:
+    path = tiny.folder("qwen3", tmp_path)
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.from_pretrained(path, num_labels=1)
+    model = transformers.Qwen3ForSequenceClassification(config).eval()
+    model.save_pretrained(path)
+    write_template(path, template)
+    known = transformers.AutoTokenizer.from_pretrained(path)
+    with LLM(path, device="cpu", mode=mode) as llm:
+        found = llm.rank(TEXTS[0], TEXTS[1:])
+    for score, text in zip(found, TEXTS[1:], strict=True):
+        ids = (
+            known(TEXTS[0], text)["input_ids"]
+            if template is None
+            else known.apply_chat_template(
+                [{"role": "query", "content": TEXTS[0]}, {"role": "document", "content": text}], return_dict=False
+            )
+        )
+        with torch.inference_mode():
+            wanted = model(torch.tensor([ids])).logits[0]
+        np.testing.assert_allclose(score, wanted.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "why"),
+    [
+        ({"true_token_id": 10**6}, BadFile, "must be ids from 0"),
+        ({"true_token_id": None}, BadFile, "must be ids from 0"),
+        ({"template": None}, BadFile, "needs a chat template"),
+        ({"template": CHAT_ONLY}, BadFile, "does not write a query and a document"),
+        ({"calls": {"chat_template": "rerank"}}, Unsupported, "chat_template in processing_kwargs"),
+        ({"calls": ["add_generation_prompt"]}, BadFile, "processing_kwargs must be"),
+    ],
+)
+def test_a_folder_that_cannot_rank_as_it_says_is_refused(
+    changed: Mapping[str, Any], error: type[Exception], why: str, tmp_path: Path
+) -> None:
+    path = by_words(tmp_path, **changed)
+    with pytest.raises(error, match=why), LLM(path, device="cpu") as llm:
+        llm.rank("a", ["b"])
+
+
+def test_a_folder_of_a_plain_language_model_says_how_it_would_rank(tmp_path: Path) -> None:
+    with LLM(tiny.folder("qwen3", tmp_path), device="cpu") as llm, pytest.raises(BadInput, match=r"modules\.json"):
+        llm.rank("a", ["b"])

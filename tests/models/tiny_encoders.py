@@ -144,7 +144,7 @@ def folder(name: str, tmp: Path, *, original: bool = False) -> Path:
 
 def write_pooling(path: Path, pooling: str) -> None:
     """As sentence-transformers keeps it beside the model."""
-    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling").mkdir(exist_ok=True)
     words = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens", "last": "lasttoken"}
     modes = {f"pooling_mode_{word}": kind == pooling for kind, word in words.items()}
     stated = {"word_embedding_dimension": 64, **modes, "include_prompt": True}

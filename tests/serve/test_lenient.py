@@ -11,13 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ostinato.other_engines import OTHER_ENGINES
 from ostinato.serve.chat import conversation
 from ostinato.serve.shapes import ALIASES, FORMAT_ALIASES, ChatBody, CompletionBody, GenerationBody
 from tests.cli import tiny_model
-from tests.models import tiny_encoders
+from tests.models import test_retrieval, tiny_encoders
 from tests.serve.running import Running, serving
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -441,6 +442,26 @@ def test_more_documents_than_are_ranked_at_once_have_the_same_scores(ranker: Run
     scores = {one["index"]: one["relevance_score"] for one in results}
     assert len(scores) == len(many)
     assert [scores[index] for index in range(3, 21)] == pytest.approx([scores[index % 3] for index in range(3, 21)])
+
+
+def test_documents_are_ranked_by_the_words_of_a_language_model(tmp_path: Path) -> None:
+    with serving(test_retrieval.by_words(tmp_path)) as running:
+        for name in (None, "code"):
+            logits = running.llm.rank("time", DOCUMENTS, prompt=name)[:, 0].tolist()
+            made = answered(running, {"query": "time", "documents": DOCUMENTS, "prompt_name": name}, "/v1/rerank")
+            scores = {one["index"]: one["relevance_score"] for one in made["results"]}
+            assert [scores[i] for i in range(3)] == pytest.approx([1 / (1 + math.exp(-logit)) for logit in logits])
+        body = {"query": "time", "documents": DOCUMENTS, "prompt_name": "cod"}
+        assert refusal(running, body, "/v1/rerank")["param"] == "prompt_name"
+
+
+def test_embeddings_leave_a_prompt_out_where_the_files_say_so(tmp_path: Path) -> None:
+    path = test_retrieval.as_sentence_transformer("qwen3", tmp_path)
+    test_retrieval.state_pooling(path, "mean", include_prompt=False)
+    with serving(path) as running:
+        made = answered(running, {"input": DOCUMENTS, "prompt_name": "query"}, "/v1/embeddings")["data"]
+        wanted = running.llm.embed(DOCUMENTS, prompt="query")
+    np.testing.assert_allclose([one["embedding"] for one in made], wanted, atol=1e-5)
 
 
 def test_what_cannot_be_ranked_is_told_why(server: Running, ranker: Running) -> None:

@@ -33,9 +33,13 @@ class Pooling(StrEnum):
     LAST = "last"  # the token with the highest position
     RANK = "rank"  # mean, cls or last, then a classification head
 
-    def rows_of(self, n: int) -> range:
-        """The rows, of a text of n tokens, that its vector is made of."""
-        return {Pooling.CLS: range(1), Pooling.LAST: range(n - 1, n)}.get(self, range(n))
+    def rows_of(self, n: int, first: int = 0) -> range:
+        """The rows, of a text of n tokens, that its vector is made of; those before `first` are left out.
+
+        >>> Pooling.MEAN.rows_of(5, 2), Pooling.CLS.rows_of(5, 2), Pooling.LAST.rows_of(5, 2)
+        (range(2, 5), range(2, 3), range(4, 5))
+        """
+        return {Pooling.CLS: range(first, first + 1), Pooling.LAST: range(n - 1, n)}.get(self, range(first, n))
 
 
 def pooling(name: str, *, ranks: bool = True) -> Pooling:
@@ -44,7 +48,10 @@ def pooling(name: str, *, ranks: bool = True) -> Pooling:
     if name not in tuple(Pooling):
         raise BadOption(f"unknown pooling {name!r}; known: {listing(name, Pooling)}")
     if name == Pooling.RANK and not ranks:
-        raise BadOption("pooling 'rank' needs a model with a ranking head, and this one has none")
+        raise BadOption(
+            "pooling 'rank' needs a model with a ranking head, and this one has none; a folder of a language model "
+            "that ranks by its answer (Qwen3-Reranker) says so in modules.json: docs/serving.md, Reranking"
+        )
     return Pooling(name)
 
 

@@ -67,14 +67,22 @@ def vectors_of(
 
 
 def each_vector(
-    engine: Engine, texts: Sequence[Sequence[int]], pooling: str, segments: Sequence[Sequence[int]] | None = None
+    engine: Engine,
+    texts: Sequence[Sequence[int]],
+    pooling: str,
+    segments: Sequence[Sequence[int]] | None = None,
+    firsts: Sequence[int] | None = None,
 ) -> Iterator[Floats]:
-    """The vector of each text when it is computed; a reader that stops before the end cancels the rest."""
+    """The vector of each text when it is computed; a reader that stops before the end cancels the rest. `firsts`: of
+    each text, the first token whose row may be part of its vector."""
+    if pooling == Pooling.RANK and engine.shape.rank_tokens:
+        yield from _each_score_by_words(engine, texts)
+        return
     causal, runner = engine.shape.causal, engine.runner
     kind = pooling_named(pooling, ranks=runner.model.ranking is not None)
     head = runner.ranked if kind is Pooling.RANK else None
     pooled = Pooled(kind, head=head, rank_by=Pooling(engine.shape.rank_by))
-    asked = [pooled.rule.rows_of(len(ids)) for ids in texts]
+    asked = [pooled.rule.rows_of(len(ids), first) for ids, first in zip(texts, firsts or [0] * len(texts), strict=True)]
     wanted = [
         # With causal attention no row depends on tokens after it: those after the last row asked for are left out.
         WorkText(ids[: rows.stop] if causal else ids, rows, (), engine.rope_set(len(ids)), own)
@@ -91,6 +99,16 @@ def each_vector(
             yield runner.projected(vector) if runner.model.projections and head is None else vector
             pooled.clear()
             n_rows = 0
+
+
+def _each_score_by_words(engine: Engine, texts: Sequence[Sequence[int]]) -> Iterator[Floats]:
+    """The score [1] of each text by a language model: the logit of one token after it, less that of another."""
+    tokens = engine.shape.rank_tokens
+    asked = [WorkText(ids, range(len(ids) - 1, len(ids)), rope_set=engine.rope_set(len(ids))) for ids in texts]
+    for _, output in engine.work(WorkSpec(asked, "logits")):
+        assert output.logits is not None
+        logits = output.logits[0, list(tokens)]
+        yield logits[:1] - logits[1:].sum(keepdims=True)
 
 
 def scores_of(engine: Engine, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Floats:

@@ -32,7 +32,10 @@ STALLED_S: Final = 600.0
 _CHUNK_BYTES: Final = 1 << 20
 _REPO_FILES: Final = re.compile(
     r"config\.json|generation_config\.json|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json"
-    r"|(?!consolidated)[^/]*\.safetensors|[^/]*\.safetensors\.index\.json|[^/]*\.jinja"
+    r"|(?!consolidated)[^/]*\.safetensors|[^/]*\.safetensors\.index\.json|[^/]*\.jinja|chat_template\.json"
+    # What sentence-transformers keeps beside a model; its modules lie in numbered folders.
+    r"|modules\.json|config_sentence_transformers\.json|sentence_bert_config\.json"
+    r"|\d+_[A-Za-z]+/(config\.json|model\.safetensors)"
 )
 _SPLIT_NAME: Final = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<parts>\d{5})\.gguf", re.DOTALL)
 

@@ -41,7 +41,9 @@ _BESIDE_WEIGHTS = (  # optional files that also affect the answer
     "chat_template.json",
     "modules.json",
     "1_Pooling/config.json",
+    "1_LogitScore/config.json",
     "config_sentence_transformers.json",
+    "sentence_bert_config.json",
 )
 
 

@@ -35,8 +35,7 @@ def pooling_of_decoder(c: Description) -> tuple[str | None, bool]:
 
 def pooling_of_folder(folder: Path) -> tuple[str, bool]:
     """How a sentence-transformers folder makes one vector of a text, and whether that has length 1."""
-    modules = json_beside(folder / "modules.json")
-    kinds = [str(m.get("type", "")).rpartition(".")[2] for m in modules] if isinstance(modules, list) else []
+    kinds = _modules(folder)
     if unknown := sorted(set(kinds) - {"Transformer", "Pooling", "Normalize", "Dense"}):
         raise Unsupported(f"{folder}: after the model come {', '.join(unknown)} modules, which are not supported")
     for number, kind in enumerate(kinds):
@@ -54,6 +53,30 @@ def pooling_of_folder(folder: Path) -> tuple[str, bool]:
     if len(chosen) != 1 or chosen[0] not in FOLDER_POOLING.values():
         raise Unsupported(f"{folder}: pooling by {chosen or 'nothing'} is not supported; known: cls, last, mean")
     return chosen[0], normalise
+
+
+def rank_tokens_of(c: Description, n_tokens: int) -> tuple[int, ...]:
+    """The tokens whose logits a folder scores a pair by, `yes` and `no` or `yes` alone; none where it does not."""
+    if c.checkpoint.format == "gguf" or "LogitScore" not in (kinds := _modules(c.path)):
+        return ()
+    if kinds != ["Transformer", "LogitScore"]:
+        raise Unsupported(f"{c.path}: modules.json has {', '.join(kinds)}; LogitScore behind the model alone is known")
+    path = c.path / "1_LogitScore" / "config.json"
+    stated = json_beside(path)
+    stated = stated if isinstance(stated, dict) else {}
+    found = [stated.get("true_token_id"), stated.get("false_token_id")]
+    tokens = found if found[1] is not None else found[:1]
+    if not all(type(token) is int and 0 <= token < n_tokens for token in tokens):
+        raise BadFile(f"{path}: true_token_id, false_token_id are {found}; they must be ids from 0 to {n_tokens - 1}")
+    return tuple(tokens)
+
+
+def _modules(folder: Path) -> list[str]:
+    """The kinds of the modules that sentence-transformers runs one after the other."""
+    modules = json_beside(folder / "modules.json")
+    if not isinstance(modules, list):
+        return []
+    return [str(one.get("type", "")).rpartition(".")[2] for one in modules if isinstance(one, dict)]
 
 
 def _check_dense(folder: Path) -> None:

@@ -1,12 +1,13 @@
 """qwen3, qwen3vl and qwen3moe: llama's blocks with an RMS norm on every query and key head, dense or with routed
-experts. A qwen3 that was trained for embeddings pools as its files say; one that ranks has a head of two words.
+experts. A qwen3 that was trained for embeddings pools as its files say; one that ranks has a head of two words in GGUF,
+and in a folder a head of its own or the words of the model's (`pooling.py`).
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from ostinato.errors import Unsupported
+from ostinato.errors import BadFile, Unsupported
 from ostinato.models.blocks import AnyLayer, ModelBlocks
 from ostinato.models.builder import Builder
 from ostinato.models.experts import EXPERT_NAMES, count_from_config, dense_layers, experts_from_gguf
@@ -46,9 +47,20 @@ def qwen3_from_gguf(f: Description) -> Shape:
     return replace(shape, pooling=pooling_of_gguf(f, ranks=True), rank_by="last", n_classes=1)
 
 
+def qwen3_from_config(c: Description) -> Shape:
+    """A folder for classes has a head of them, which takes the last row, in place of one for words."""
+    shape = without_unused_window(c)
+    if not c.checkpoint.architecture.endswith("ForSequenceClassification"):
+        return shape
+    head = c.tensors.get("score.weight")
+    if head is None:
+        raise BadFile(f"{c.path}: {c.checkpoint.architecture} without a tensor score.weight; the file is incomplete")
+    return replace(shape, pooling="rank", rank_by="last", n_classes=head.shape[0], tied_head=True)
+
+
 def model_or_ranker(b: Builder, layers: Sequence[AnyLayer]) -> ModelBlocks:
-    model = b.model(layers)
-    return model if b.shape.n_classes is None else replace(model, ranking=b.ranking(b.shape.n_classes))
+    model, n_classes = b.model(layers), b.shape.n_classes
+    return model if n_classes is None or b.shape.rank_tokens else replace(model, ranking=b.ranking(n_classes))
 
 
 LAYER = partial(Builder.layer, qk_norm=True)
@@ -58,9 +70,10 @@ YES_MINUS_NO = Transform(lambda ours: (2, *ours[1:]), lambda rows: rows[:1] - ro
 QWEN3 = Family(
     "qwen3",
     LAYER,
-    hf=("Qwen3ForCausalLM", "Qwen3Model"),
+    hf=("Qwen3ForCausalLM", "Qwen3Model", "Qwen3ForSequenceClassification"),
     shape_from_gguf=qwen3_from_gguf,
-    shape_from_config=without_unused_window,
+    shape_from_config=qwen3_from_config,
+    names={**COMMON_NAMES, "score": "cls.output"},
     gguf_transforms={"cls.output.weight": YES_MINUS_NO},
     model=model_or_ranker,
 )

@@ -44,7 +44,7 @@ from ostinato.models.olmo2 import OLMO2, OLMO3
 from ostinato.models.olmoe import OLMOE
 from ostinato.models.phi2 import PHI2
 from ostinato.models.phi3 import PHI3
-from ostinato.models.pooling import pooling_of_decoder, projections_of
+from ostinato.models.pooling import pooling_of_decoder, projections_of, rank_tokens_of
 from ostinato.models.qwen2 import QWEN2
 from ostinato.models.qwen2_moe import QWEN2_MOE
 from ostinato.models.qwen3 import QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
@@ -130,6 +130,8 @@ def read_shape(checkpoint: Checkpoint) -> Shape:
     stated = Description.of(checkpoint, family.name, family.config_defaults)
     read = family.shape_from_gguf if checkpoint.format == "gguf" else family.shape_from_config
     shape = read(stated)
+    if shape.causal and (tokens := rank_tokens_of(stated, shape.vocab)):
+        shape = replace(shape, pooling="rank", rank_by="last", n_classes=1, rank_tokens=tokens)
     if shape.causal and shape.pooling is None:
         pooling, normalise = pooling_of_decoder(stated)
         shape = replace(shape, pooling=pooling, normalise=normalise)

@@ -301,6 +301,8 @@ class Shape:
     projections: tuple[int, ...] = ()  # widths of the products that a pooled vector goes through
     normalise: bool = False  # its vectors have length 1
     n_classes: int | None = None  # a ranking head's outputs
+    # Of a language model that ranks: the token whose logit is the score, and the one whose logit is subtracted from it.
+    rank_tokens: tuple[int, ...] = ()
     multipliers: Multipliers = Multipliers()
     wide_residual: bool = False  # what the layers add to is float32 whatever the weights are
     per_layer_width: int = 0  # of what each layer takes in of a second embedding of the tokens; 0: there is none

@@ -61,7 +61,9 @@ async def vectors_of(
     async def computed() -> list[msgspec.Raw]:
         ids = await service.each_in_thread(_ids(llm, inputs, truncate, before))
         record.prompt_tokens = n_tokens = sum(map(len, ids))
-        made = await service.beside(_encoded(llm, ids, dimensions, form))
+        n = llm.retrieval.n_left_out(llm.tokenizer, before)
+        left_out = [n if isinstance(text, str) else 0 for text in inputs]
+        made = await service.beside(_encoded(llm, ids, left_out, dimensions, form))
         service.metrics.prompt_tokens.inc(n_tokens)
         return made
 
@@ -70,10 +72,10 @@ async def vectors_of(
 
 
 def _encoded(
-    llm: LLM, ids: list[list[int]], dimensions: int | None, form: str | None
+    llm: LLM, ids: list[list[int]], left_out: list[int], dimensions: int | None, form: str | None
 ) -> Generator[msgspec.Raw, None, None]:
     """The vectors as JSON: each is encoded in the thread that computes it, because all at once would take long."""
-    for vector in llm.each_embedding(ids):
+    for vector in llm.each_embedding(ids, left_out=left_out):
         yield msgspec.Raw(encode(shaped(vector.tolist(), dimensions, form)))
 
 

@@ -29,8 +29,8 @@ def check_loadable(model: str, load: LoadOptions) -> None:
     with open_checkpoint(resolve(model, talk=lambda _: None)) as checkpoint:
         shape = read_shape(checkpoint)
         room_for(checkpoint, shape, with_context_of(shape, load))
-        template_of(checkpoint, tokenizer_of(checkpoint))
-        forms_of(checkpoint)
+        template = template_of(checkpoint, tokenizer_of(checkpoint))
+        forms_of(checkpoint, template, by_words=bool(shape.rank_tokens))
 
 
 def with_context_of(shape: Shape, load: LoadOptions) -> LoadOptions:

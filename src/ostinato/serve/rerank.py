@@ -12,6 +12,7 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ostinato.errors import BadOption
 from ostinato.llm import LLM
 from ostinato.serve.errors import TOO_LONG, Refusal
 from ostinato.serve.log import Record
@@ -34,8 +35,13 @@ async def rerank(service: Service, body: RerankBody, request: Request) -> Respon
         message = f"{len(texts)} documents were given; at most {limits.inputs} can be at once"
         raise Refusal(400, message, param="documents")
 
+    try:
+        llm.retrieval.prompt(body.prompt_name)
+    except BadOption as error:
+        raise Refusal(400, str(error), param="prompt_name") from error
+
     async def computed() -> list[float]:
-        pairs = await service.each_in_thread(_pairs(llm, body.query, texts))
+        pairs = await service.each_in_thread(_pairs(llm, body.query, texts, body.prompt_name))
         record.prompt_tokens = n_tokens = sum(len(first) + len(second) for first, second in pairs)
         parts = await service.beside(_scores(llm, pairs))
         service.metrics.prompt_tokens.inc(n_tokens)
@@ -58,16 +64,20 @@ async def rerank(service: Service, body: RerankBody, request: Request) -> Respon
 def _check_ranks(llm: LLM) -> None:
     n_classes = llm.shape.n_classes
     if n_classes is None:
-        raise Refusal(400, "this model does not rank texts; serve a reranker, such as a cross-encoder", param="model")
+        message = (
+            "this model does not rank texts; serve a reranker, such as a cross-encoder; a folder of a language model "
+            "that ranks by its answer (Qwen3-Reranker) says so in modules.json: docs/serving.md, Reranking"
+        )
+        raise Refusal(400, message, param="model")
     if n_classes != 1:
         message = f"this model sorts texts into {n_classes} classes; a reranker has one score"
         raise Refusal(400, message, param="model")
 
 
-def _pairs(llm: LLM, query: str, texts: Sequence[str]) -> Generator[TokenPair, None, None]:
+def _pairs(llm: LLM, query: str, texts: Sequence[str], prompt: str | None) -> Generator[TokenPair, None, None]:
     """Each pair of query and document as token ids, which must fit the context."""
     for index, text in enumerate(texts):
-        pair = llm.retrieval.pair(llm.tokenizer, query, text)
+        pair = llm.retrieval.pair(llm.tokenizer, query, text, prompt)
         n = sum(map(len, pair))
         if n > llm.context:
             message = f"query and documents[{index}] have {n} tokens, and the context holds {llm.context}; shorten one"

@@ -555,6 +555,7 @@ class RerankBody(Body):
     documents: Annotated[list[str | RerankDocument], Field(min_length=1)]
     top_n: Annotated[int, Field(ge=1)] | None = Field(default=None, description="How many; by default all of them.")
     return_documents: bool | None = Field(default=None, description="False leaves the documents' texts out.")
+    prompt_name: str | None = Field(default=None, description="A prompt of the model's files, such as an instruction.")
 
 
 class TokenizeBody(Body):

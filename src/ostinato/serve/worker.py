@@ -141,13 +141,13 @@ class AdmittedLLM(LLM):
                 talk(f"{self.name}: the context is {shape.context}, for which this model was trained")
             self._options = fitting
             # Before another model makes room: what is wrong with a tokenizer should cost that model nothing.
-            super()._load_tokenizer()
+            super()._load_tokenizer(shape)
         self._admitted(lambda: room_for(checkpoint, shape, self._options))
         return super()._choose(checkpoint, shape, talk)
 
-    def _load_tokenizer(self) -> None:
+    def _load_tokenizer(self, shape: Shape) -> None:
         if not self._beside_others:
-            super()._load_tokenizer()
+            super()._load_tokenizer(shape)
 
 
 async def in_daemon_thread(work: Callable[[], T]) -> T:

@@ -12,6 +12,7 @@ from ostinato.backends.torch.model import Model, through_head
 from ostinato.cache.sequences import MAX_SEQ
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.decoder import Decoder
+from ostinato.decoder.pooling import Pooled, Pooling
 from ostinato.errors import BadInput, InternalError
 from ostinato.files.unpack import Floats
 from ostinato.processes import OpenedHere
@@ -44,10 +45,17 @@ class TextEncoder:
         return np.stack(list(self.each_vector(texts, pooling, segments)))
 
     def each_vector(
-        self, texts: Sequence[Sequence[int]], pooling: str, segments: Sequence[Sequence[int]] | None = None
+        self,
+        texts: Sequence[Sequence[int]],
+        pooling: str,
+        segments: Sequence[Sequence[int]] | None = None,
+        firsts: Sequence[int] | None = None,
     ) -> Iterator[Floats]:
-        """The vector of each text, batch after batch; between two batches, other callers have their turn."""
+        """The vector of each text, batch after batch; between two batches, other callers have their turn. `firsts`: of
+        each text, the first token whose row may be part of its vector."""
         self._opened.check()
+        firsts = firsts or [0] * len(texts)
+        by_rows = any(firsts)
         longest = max(map(len, texts))
         for own in _batches(texts):
             ids = [token for text in own for token in texts[text]]
@@ -56,9 +64,12 @@ class TextEncoder:
             with self._lock:
                 if self._closed:
                     raise BadInput("this LLM is closed; open it again to ask more")
-                decoder = self._decoder(pooling, longest)
+                decoder = self._decoder("none" if by_rows else pooling, longest)
                 decoder.decode(Batch(token=ids, seq_id=owners, segment=kinds))
-                found = [self._vector(decoder, number) for number in range(len(own))]
+                if by_rows:
+                    found = _pooled(decoder, Pooling(pooling), [(len(texts[text]), firsts[text]) for text in own])
+                else:
+                    found = [self._vector(decoder, number) for number in range(len(own))]
                 if self._model.projections and pooling != "rank":
                     found = [through_head(self._model.project, vector) for vector in found]
             yield from found
@@ -93,6 +104,20 @@ class TextEncoder:
             raise InternalError("a pooled vector was asked for and is not there")
         found: Floats = vector.numpy()
         return found
+
+
+def _pooled(decoder: Decoder, kind: Pooling, sizes: Sequence[tuple[int, int]]) -> list[Floats]:
+    """The vectors of texts whose rows the decoder has one after the other; of each, its length and the first row that
+    counts."""
+    rows = decoder.outputs.all_embeddings().value
+    if rows is None:
+        raise InternalError("rows to pool were asked for and are not there")
+    pooled, start = Pooled(kind), 0
+    for number, (n, first) in enumerate(sizes):
+        own = kind.rows_of(n, first)
+        pooled.add_rows(number, np.arange(own.start, own.stop), rows[start + own.start : start + own.stop].numpy())
+        start += n
+    return list(pooled.results().values())
 
 
 def _batches(texts: Sequence[Sequence[int]]) -> Iterator[range]:
