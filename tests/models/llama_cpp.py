@@ -1,4 +1,5 @@
-"""llama.cpp as a reference: rows of log-probabilities for prompts of token ids; embeddings; scores of pairs.
+"""llama.cpp as a reference: rows of log-probabilities for prompts of token ids, and its own greedy steps after them;
+embeddings; scores of pairs.
 
 It runs in a process of its own, because its shutdown may hang and a file it dislikes may end the process. Run
 as a program, this module reads one JSON job from stdin and answers with one line. The program does not import torch:
@@ -13,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +37,13 @@ def log_probabilities(path: Path, prompts: Sequence[Sequence[int]], *, n_vocab: 
     return table
 
 
+def other_choices(path: Path, prompt: Sequence[int], answer: Sequence[int], *, context: int) -> list[tuple[int, int]]:
+    """Where greedy decoding goes another way than `answer`: the step, and its own token there. It decodes by itself;
+    after a step that differs, or a token that ends a text, it begins anew behind the answer's token."""
+    found = _ask(path, context, {"prompt": list(prompt), "answer": list(answer)})
+    return [(step, token) for step, token in found]
+
+
 def embeddings(path: Path, texts: Sequence[str | Sequence[int]], *, pooling: str, context: int) -> Tensor:
     """float32 [n_texts, hidden]: each text, or its ids, as one vector of length 1."""
     import torch
@@ -53,7 +61,9 @@ def scores(path: Path, query: str, documents: Sequence[str], *, context: int) ->
 def _ask(path: Path, context: int, what: dict[str, Any]) -> Any:
     job = {"path": str(path), "context": context, **what}
     command = [sys.executable, "-m", "tests.models.llama_cpp"]
-    done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, input=json.dumps(job), capture_output=True, text=True, errors="replace", timeout=60, check=False
+    )
     answers = [line for line in done.stdout.splitlines() if line.startswith(_ANSWER)]
     assert answers, f"llama.cpp gave no answer for {path} (exit {done.returncode}):\n{done.stderr[-2000:]}"
     return json.loads(answers[0].removeprefix(_ANSWER))
@@ -73,14 +83,38 @@ def _main() -> None:
         params.embedding = True
         kinds = xllamacpp.llama_pooling_type
         params.pooling_type = getattr(kinds, f"LLAMA_POOLING_TYPE_{job['pooling'].upper()}")
+    if "answer" in job:
+        params.verbosity = 10  # an answer's token ids come at no lower one
     server = xllamacpp.Server(params)
+    if "answer" in job:
+        _tell(_other_choices(server, job["prompt"], job["answer"]))
     made = [_following(server, prompt, job["n_vocab"]) for prompt in job.get("prompts", [])]
     made += [server.handle_embeddings({"input": text})["data"][0]["embedding"] for text in job.get("texts", [])]
     if "query" in job:
         ranked = server.handle_rerank({"query": job["query"], "documents": job["documents"]})["results"]
         made = [entry["relevance_score"] for entry in sorted(ranked, key=lambda entry: entry["index"])]
+    _tell(made)
+
+
+def _tell(made: Any) -> NoReturn:
     print(_ANSWER + json.dumps(made), flush=True)
     os._exit(0)  # its own shutdown may wait for ever
+
+
+def _other_choices(server: Any, prompt: list[int], answer: list[int]) -> list[tuple[int, int]]:
+    found, n_done = [], 0
+    while n_done < len(answer):
+        left = answer[n_done:]
+        asked = {"prompt": prompt + answer[:n_done], "n_predict": len(left), "temperature": 0, "return_tokens": True}
+        chosen = server.handle_completions({**asked, "cache_prompt": False})["__verbose"]["tokens"]
+        assert chosen, f"llama.cpp chose nothing at step {n_done}"
+        differs = next((n for n, (ours, theirs) in enumerate(zip(left, chosen, strict=False)) if ours != theirs), None)
+        if differs is None:
+            n_done += len(chosen)  # fewer than were asked for where one of them ends a text
+        else:
+            found.append((n_done + differs, chosen[differs]))
+            n_done += differs + 1
+    return found
 
 
 def _following(server: Any, prompt: list[int], n_vocab: int) -> list[tuple[int, float]]:

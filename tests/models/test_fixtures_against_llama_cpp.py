@@ -1,7 +1,8 @@
-"""The tiny GGUF files are what people have: llama.cpp reads each as transformers reads the folder.
+"""The tiny GGUF files are what people have: llama.cpp reads each as transformers reads the folder, and its own greedy
+decoding gives our tokens.
 
 Tolerances are llama.cpp's: it takes GELU from a table of half floats, and rounds activations to the type of the
-weights they meet.
+weights they meet. Where the two best logits are nearer to each other than twice that, it may choose the second.
 """
 
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from ostinato import LLM, Sampling
+from tests.counts import soaking
 from tests.models import llama_cpp, tiny, tiny_encoders
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: the GGUF fixtures were not compared with it")
@@ -37,6 +40,7 @@ TOLERANCES: Final = {
     "llama-quantised": 3e-1,
     "gpt-oss-mxfp4": 3e-1,
 }
+GREEDY: Final = Sampling(max_tokens=tiny.N_GREEDY, temperature=0, ignore_eos=True)
 IN_LLAMA_CPP: Final = [
     name for name, model in tiny.TINY.items() if model.architecture is not None and name not in llama_cpp.LEFT_ALONE
 ]
@@ -56,6 +60,21 @@ def test_llama_cpp_reads_a_tiny_gguf_as_transformers_reads_the_model(name: str, 
     )
     wanted = torch.stack([tiny.forward(name, ids[:end])[-1].log_softmax(-1) for end in ends])
     assert_close(found, wanted, atol=TOLERANCES.get(name, 1e-4), rtol=0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", IN_LLAMA_CPP if soaking() else ["qwen3", "gemma4", "lfm2", "nemotron-h"])
+def test_llama_cpp_decodes_the_same_64_greedy_tokens(name: str, tiny_files: Path) -> None:
+    path, context, ids = tiny.gguf(name, tiny_files), tiny.TINY[name].context or 256, tiny.prompt(name)
+    with LLM(path, device="cpu", context=context) as llm:
+        answer = llm.generate(ids, GREEDY).token_ids
+    assert len(answer) == tiny.N_GREEDY
+    for step, theirs in llama_cpp.other_choices(path, ids, answer, context=context):
+        best = tiny.forward(name, [*ids, *answer[:step]])[-1].topk(2)
+        margin = float(best.values[0] - best.values[1])
+        said = f"step {step}: {answer[step]} here, {theirs} there, {best.indices.tolist()} by transformers"
+        assert {theirs, answer[step]} == set(best.indices.tolist()), said
+        assert margin < 2 * TOLERANCES.get(name, 1e-4), f"{said}, whose logits are {margin:g} apart"
 
 
 @pytest.mark.slow

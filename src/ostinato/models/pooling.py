@@ -64,7 +64,7 @@ def rank_tokens_of(c: Description, n_tokens: int) -> tuple[int, ...]:
     path = c.path / "1_LogitScore" / "config.json"
     stated = json_beside(path)
     stated = stated if isinstance(stated, dict) else {}
-    found = [stated.get("true_token_id"), stated.get("false_token_id")]
+    found: list[Any] = [stated.get("true_token_id"), stated.get("false_token_id")]
     tokens = found if found[1] is not None else found[:1]
     if not all(type(token) is int and 0 <= token < n_tokens for token in tokens):
         raise BadFile(f"{path}: true_token_id, false_token_id are {found}; they must be ids from 0 to {n_tokens - 1}")
