@@ -96,7 +96,8 @@ from the registry, the tests and the backends' own answers; `tests/test_families
 current. Every family also runs in torch (`eager`). [Adding a family](add-a-family.md) is one file.
 
 - **GGUF**, **safetensors**: tiny random models in this format give the logits (within 1e-4) and the 64 greedy
-  tokens of transformers; *llama.cpp* says that it reads the same GGUF file as the same model.
+  tokens of transformers; *llama.cpp* says that it reads the same GGUF file as the same model and decodes the
+  same 64 greedy tokens (but for ties within its rounding; `make soak` runs all of them).
 - **CPU loop**, **CUDA loop**, **tape**: *yes*, or the note that says which block prevents it there. The CUDA
   loop and the tape are shown on a GPU by `make test-gpu`.
 - **tokenizer**: *ids* of the published vocabulary are compared; *splits*: the pre-tokenizer of that name is

@@ -2,7 +2,7 @@
 decoding gives our tokens.
 
 Tolerances are llama.cpp's: it takes GELU from a table of half floats, and rounds activations to the type of the
-weights they meet. Where the two best logits are nearer to each other than twice that, it may choose the second.
+weights they meet. It may choose a token whose logit is behind the best one by less than twice that.
 """
 
 from pathlib import Path
@@ -69,12 +69,12 @@ def test_llama_cpp_decodes_the_same_64_greedy_tokens(name: str, tiny_files: Path
     with LLM(path, device="cpu", context=context) as llm:
         answer = llm.generate(ids, GREEDY).token_ids
     assert len(answer) == tiny.N_GREEDY
-    for step, theirs in llama_cpp.other_choices(path, ids, answer, context=context):
-        best = tiny.forward(name, [*ids, *answer[:step]])[-1].topk(2)
-        margin = float(best.values[0] - best.values[1])
-        said = f"step {step}: {answer[step]} here, {theirs} there, {best.indices.tolist()} by transformers"
-        assert {theirs, answer[step]} == set(best.indices.tolist()), said
-        assert margin < 2 * TOLERANCES.get(name, 1e-4), f"{said}, whose logits are {margin:g} apart"
+    numbered = tiny.gguf(name, tiny_files, numbered=True)  # llama.cpp gives no answer that is not UTF-8
+    for step, theirs in llama_cpp.other_choices(numbered, ids, answer, context=context):
+        row = tiny.forward(name, [*ids, *answer[:step]])[-1]
+        behind = float(row.max() - row[[theirs, answer[step]]].min())
+        said = f"step {step}: {theirs} there and {answer[step]} here, whose logits are {behind:g} apart"
+        assert behind < 2 * TOLERANCES.get(name, 1e-4), said
 
 
 @pytest.mark.slow

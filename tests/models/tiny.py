@@ -590,16 +590,24 @@ def folder(name: str, tmp: Path, *, style: tiny_folder.Style = "current", shard_
     return path
 
 
-def gguf(name: str, tmp: Path, *, parts: int = 1) -> Path:
-    """The model as a GGUF file under `tmp`, or the first of `parts` files, written once."""
+def gguf(name: str, tmp: Path, *, parts: int = 1, numbered: bool = False) -> Path:
+    """The model as a GGUF file under `tmp`, or the first of `parts` files, written once. `numbered`: each token's text
+    is its number, so that any answer is text."""
     tiny = TINY[name]
     assert tiny.architecture is not None, f"{name} cannot be said in a GGUF file"
-    path = tmp / f"{name}.gguf"
+    path = tmp / f"{name}{'-numbered' if numbered else ''}.gguf"
     first = path if parts == 1 else tmp / f"{name}-00001-of-{parts:05d}.gguf"
     if not first.exists():
         config, tensors = tiny_gguf.text_part(*parts_of(name, tmp))
-        tiny_gguf.write(path, tiny.architecture, config, tensors, storage=tiny.storage, parts=parts)
+        change = _number_tokens if numbered else lambda _: None
+        tiny_gguf.write(path, tiny.architecture, config, tensors, storage=tiny.storage, parts=parts, change=change)
     return first
+
+
+def _number_tokens(metadata: dict[str, Any]) -> None:
+    tokens = metadata["tokenizer.ggml.tokens"].value
+    n = len(tiny_text.CONTROL_TOKENS)
+    tokens[n:] = [f"{id:03}" for id in range(n, len(tokens))]
 
 
 def written(name: str, form: str, tmp: Path) -> Path:
