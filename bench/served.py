@@ -74,7 +74,7 @@ class Served:
                 break
         else:
             raise SystemExit(f"{name} did not start")
-        # Nobody reads its log from here on, and the pipe must not fill.
+        # Its log is not used from here on, and the pipe must not fill.
         subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
         return made
 

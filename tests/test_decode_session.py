@@ -225,7 +225,7 @@ def test_an_error_inside_the_block_ends_the_loop_soon(path: Path) -> None:
     session.close()  # again: nothing
 
 
-def test_a_session_that_nobody_closes_ends_with_its_last_reference(path: Path) -> None:
+def test_a_session_that_is_not_closed_ends_with_its_last_reference(path: Path) -> None:
     session = DecodeSession(path, device="cpu", slots=1, context=2048, threads=1)
     session.enter()
     session.admit("the sea", Sampling(max_tokens=2000, temperature=0, ignore_eos=True))

@@ -243,6 +243,16 @@ def first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
+def quoted(value: object, most: int = 100) -> str:
+    """A caller's value for an error message, which must not be as long as the value may be.
+
+    >>> quoted("a"), quoted("a" * 5000, most=10)
+    ("'a'", "'aaaaaa...")
+    """
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def listing(name: str, known: Iterable[str]) -> str:
     """The known names for an error message, one that is near to `name` first.
 

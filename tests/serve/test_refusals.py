@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import openai
 import pytest
 
 from ostinato import LLM
-from ostinato.errors import BadOption
+from ostinato.errors import BadFile, BadOption, EngineDead
+from ostinato.serve.errors import refusal_of, without_folders
 from ostinato.serve.settings import ServeLimits, ServeOptions
+from ostinato.text.guard import library_ids
 from tests.cli import tiny_model
 from tests.serve.running import Running, serving
 
@@ -367,6 +370,91 @@ def test_while_the_model_loads_everything_is_not_yet(tiny: Path) -> None:
             while http.get("/ready").status_code == 503:
                 pass
         assert server.post(CHAT, {"messages": HELLO, "max_tokens": 1}).status_code == 200
+
+
+def test_a_long_name_of_a_function_is_refused_at_once_and_quoted_in_part(server: Running) -> None:
+    hostile = "a" * 32_000 + "/" * 32_000
+    tool = {"type": "function", "function": {"name": hostile}}
+    began = time.perf_counter()
+    reply = server.post(CHAT, {"messages": HELLO, "tools": [tool]})
+    assert time.perf_counter() - began < 5
+    message = reply.json()["error"]["message"]
+    assert reply.status_code == 400
+    assert message.startswith("tools[0].function.name is 'aaaaaaaa")
+    assert len(message) < 300
+
+
+@pytest.mark.parametrize("text", ["a" * 100_000, "/a" * 50_000, "/" * 100_000, "a/" * 50_000])
+def test_an_error_with_a_long_text_of_a_client_takes_no_time(text: str) -> None:
+    began = time.perf_counter()
+    assert refusal_of(BadOption(text)).message == text
+    assert without_folders(text, ["/a/a/a.gguf", "smollm2"]) is not None
+    assert time.perf_counter() - began < 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "'#/$defs/node'",
+        "'/a/b/c'",
+        '"^/api/v1/users$"',
+        "'org/repo/file.gguf'",
+        "'/models/my own/a.gguf'",
+        "'~/x/y.json'",
+    ],
+)
+def test_a_clients_text_comes_back_as_it_was(text: str) -> None:
+    assert refusal_of(BadOption(f"the value {text} is not known")).message == f"the value {text} is not known"
+
+
+def test_a_reference_of_a_clients_schema_comes_back_as_it_was(server: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/inner/node"}}, "required": ["a"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    reply = server.post(CHAT, {"messages": HELLO, "response_format": wanted})
+    assert reply.status_code == 400
+    assert "/$defs/inner/node" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("/my models/q4/a.gguf: it is damaged", "a.gguf: it is damaged"),
+        ("'/my models/q4/a-00002-of-00003.gguf' is missing", "'a-00002-of-00003.gguf' is missing"),
+        ("/my models/folder/config.json: is not JSON", "folder/config.json: is not JSON"),
+        ("near/b.gguf: not /linear/b.gguf or linear/b.gguf", "b.gguf: not /linear/b.gguf or linear/b.gguf"),
+        ("./c.gguf: it is damaged", "./c.gguf: it is damaged"),
+        ("/d.gguf: it holds 1/2 of them", "/d.gguf: it holds 1/2 of them"),
+        ("smollm2: cannot write to /store: it is full", "smollm2: cannot write to the store: it is full"),
+        ("/store/smollm2/x.gguf: it is damaged", "smollm2/x.gguf: it is damaged"),
+        ("hf:owner/repo/file.gguf: not found", "hf:owner/repo/file.gguf: not found"),
+        ("no kernel in /home/me/.cache/kernels", "no kernel in ~/.cache/kernels"),
+    ],
+)
+def test_what_is_wrong_with_a_model_is_told_without_the_operators_folders(
+    message: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OSTINATO_HOME", "/store")
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = ("/my models/q4/a.gguf", "/my models/folder", "near/b.gguf", "c.gguf", "/d.gguf")
+    assert without_folders(message, (*paths, "smollm2", "hf:owner/repo/file.gguf")) == told
+
+
+@pytest.mark.parametrize("own", ["/", ""])
+def test_an_operator_without_a_folder_of_their_own_changes_no_message(
+    own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", own)
+    assert without_folders("/x/a.gguf: 1/2 of it", ["/x/a.gguf"]) == "a.gguf: 1/2 of it"
+
+
+def test_what_an_engine_died_of_is_told_without_the_operators_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert refusal_of(EngineDead("/home/me/x.so cannot be loaded")).message == "~/x.so cannot be loaded"
+
+
+def test_a_text_that_cannot_be_encoded_is_told_with_the_name_of_the_file_alone() -> None:
+    with pytest.raises(BadFile, match=r"^tokenizer\.json cannot encode a text: "):
+        library_ids(None, "x", Path("/models/two/tokenizer.json"))  # type: ignore[arg-type]
 
 
 def raising(metadata: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ class Played:
 
     def __init__(self, needs: list[int], whole: int = 10, **words: Any) -> None:
         self.stamp = 0  # of the models' files
-        names = [f"m{index}" for index in range(len(needs))]
+        names = [f"/x/m{index}.gguf" for index in range(len(needs))]
         options = ServeOptions(names[0], more_models=tuple(names[1:]), **words)
         self.now = 0.0
         self.models = ServedModels(
@@ -71,7 +72,7 @@ class Played:
         """Use a model as a request does."""
         model = self.models.all[index]
         with self.models.waiting(model) as waiting:
-            while not waiting.taken():
+            while not await waiting.taken():
                 assert await waiting.change_within(5.0)
         return model
 
@@ -247,8 +248,13 @@ def test_a_model_that_fails_to_load_is_told_and_not_tried_again_for_a_while() ->
             played.play(fails="/x/m1.gguf: it is damaged")
             with pytest.raises(Refusal, match="it is damaged"):
                 await task
-        played.stamp = 1  # its file was replaced
+        failed_files = played.models.all[1].failed_files
+        assert failed_files is not None
+        await failed_files  # a thread looks at the file
+        played.stamp = 1  # it was replaced
         task = await played.begun(1)
+        while played.done == len(played.commands) and not task.done():
+            await asyncio.sleep(0.01)
         played.play()
         played.models.release(await task)
         assert played.models.all[1].n_failures == 9
@@ -287,6 +293,38 @@ def test_a_server_without_a_model_in_memory_takes_requests_if_one_can_be_loaded(
         with pytest.raises(Refusal):
             await task
         assert not played.models.wait_for_requests
+
+    run(work())
+
+
+def test_a_slow_disk_delays_only_the_requests_to_the_model_that_failed() -> None:
+    async def work() -> None:
+        played = Played([1, 1])
+        may, n_looks = threading.Event(), 0
+
+        def stamp(_: str) -> object:
+            nonlocal n_looks
+            n_looks += 1
+            assert may.wait(20)
+            return 0
+
+        played.models._stamp = stamp
+        task = await played.begun(1)
+        played.play(fails="it is damaged")
+        with pytest.raises(Refusal, match="it is damaged"):
+            await task
+        try:
+            asking = [await played.begun(1) for _ in range(3)]
+            other = await played.begun(0)
+            played.play()
+            played.models.release(await other)
+            asking[0].cancel()  # its client has gone; the others wait on
+            for one in asking[1:]:
+                with pytest.raises(Refusal, match="it is damaged"):
+                    await one
+            assert n_looks == 2  # when it failed, and once for the three requests
+        finally:
+            may.set()
 
     run(work())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -495,6 +496,16 @@ def test_the_next_worker_is_not_asked_what_the_last_one_left_unaccepted() -> Non
                 assert asking.recv(1) == b""
         with pytest.raises(BlockingIOError):
             listening.accept()
+
+
+@pytest.mark.parametrize("number", [errno.ECONNABORTED, errno.EMFILE])
+def test_a_connection_that_cannot_be_accepted_does_not_end_the_next_worker(number: int) -> None:
+    class Failing(socket.socket):
+        def accept(self) -> Any:
+            raise OSError(number, os.strerror(number))
+
+    with Failing(socket.AF_UNIX) as listening:
+        drop_waiting(listening)
 
 
 def test_a_worker_that_keeps_dying_young_is_given_up() -> None:

@@ -8,9 +8,11 @@ details: no stack trace leaves the process.
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 from starlette.datastructures import Headers
@@ -18,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from ostinato.errors import BadInput, OstinatoError, PromptTooLong
+from ostinato.files.store import home, is_name
 
 RETRY_AFTER_S: Final = 1
 TOO_LONG: Final = "context_length_exceeded"  # the code of a prompt that the context cannot hold
@@ -113,7 +116,7 @@ def told(error: OstinatoError) -> str:
     """An error's message in words for a client, who did not start this server."""
     if isinstance(error, PromptTooLong):
         return error.told("ask the server's operator for a larger context")
-    return without_paths(str(error))
+    return str(error) if isinstance(error, BadInput) else without_folders(str(error))
 
 
 def cause_of(message: str) -> str:
@@ -126,18 +129,24 @@ def cause_of(message: str) -> str:
     return re.split("; |\n", message, maxsplit=1)[0]
 
 
-_PATH: Final = re.compile(
-    r"(?<![\w/:.])(?:~|\.{1,2})?/(?:[^\s/'\"]+/)+(?=[^\s/'\"])|\S+/(?=[^\s/]+\.(?:gguf|safetensors|json|jinja)\b)"
-)
+def without_folders(message: str, models: Iterable[str] = ()) -> str:
+    """A message about files, with their names and without the folders that are known: those of the served models, of
+    the store and of the operator. Not for a message that quotes a client, whose text may look like them.
 
-
-def without_paths(message: str) -> str:
-    """A message with the names of files and without their folders, which are the operator's.
-
-    >>> without_paths("/models/q4/a.gguf: it is damaged"), without_paths("q4/a.gguf: it is damaged")
-    ('a.gguf: it is damaged', 'a.gguf: it is damaged')
+    >>> without_folders("/models/q4/a.gguf: it is damaged", ["/models/q4/a.gguf"])
+    'a.gguf: it is damaged'
     """
-    return _PATH.sub("", message)
+    models = tuple(models)
+    beside = [Path(os.path.expanduser(model)).parent for model in models if not is_name(model)]
+    folders = {str(folder) for one in beside for folder in (one, one.absolute()) if folder.name}
+    if any(map(is_name, models)):
+        folders.add(str(home()))
+    for folder in sorted(folders, key=len, reverse=True):
+        message = re.sub(rf"(?<![\w./~-]){re.escape(folder)}/", "", message)
+    if any(map(is_name, models)):
+        message = message.replace(str(home()), "the store")
+    own = os.path.expanduser("~")
+    return message.replace(f"{own}/", "~/") if Path(own).name else message
 
 
 def _field_named_in(message: str) -> str | None:

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from ostinato.errors import OstinatoError
 from ostinato.serve.conversation import IGNORED, ignored_header
-from ostinato.serve.errors import Refusal, cause_of, without_paths
+from ostinato.serve.errors import Refusal, cause_of, without_folders
 from ostinato.serve.log import Record
 from ostinato.serve.ollama import AnswerHead, as_message, as_response
 from ostinato.serve.ollama_models import shown_file
@@ -86,7 +86,7 @@ class ModelForwarder:
         try:
             return json_response(await self.service.in_thread(shown_file, *given))
         except OstinatoError as error:
-            why = without_paths(cause_of(str(error)))
+            why = without_folders(cause_of(str(error)), options.models)
             raise Refusal(503, f"{model.id} cannot be loaded: {why}", code="model_failed") from error
 
     def begun(self, record: Record) -> None:
@@ -118,7 +118,7 @@ class ForwardedAnswer(Response):
             if await while_connected(receive, self._pass(relay)) is None:
                 self._record.outcome = "cancelled"
         except TimeoutError:
-            self._record.told_elsewhere = None  # its model may have ended the answer, and knows of no reader
+            self._record.told_elsewhere = None  # the model's process may have logged a whole answer
             self._record.outcome, self._record.error = "cancelled", "the reader took nothing for too long"
         finally:
             relay.close()
@@ -168,7 +168,7 @@ class ForwardedAnswer(Response):
         """Have the model in memory; meanwhile, keep the connection alive."""
         models, model = self._to.models, self._model
         with models.waiting(model) as waiting:
-            while not waiting.taken():
+            while not await waiting.taken():
                 if not await waiting.change_within(self._next_s()):
                     self._check_deadline()
                     await self._keep_alive(relay)

@@ -36,7 +36,7 @@ def stream_error(path: str, refusal: Refusal, n_events: int) -> bytes:
 
 class Relay:
     """Sends an answer to the client of a request for `path`. If the client reads nothing for `write_s`, that is a
-    `TimeoutError`. Whoever makes one must `close` it."""
+    `TimeoutError`. The caller must `close` it."""
 
     def __init__(self, send: Send, path: str, write_s: float | None = None) -> None:
         self._send, self._path = TimedSend(send, write_s), path

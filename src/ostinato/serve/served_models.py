@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from typing import Any, Final, Literal
 
 from ostinato.engine.choose import Room, gib
+from ostinato.errors import quoted
 from ostinato.files.store import local_path
-from ostinato.serve.errors import Refusal, without_paths
+from ostinato.serve.errors import Refusal, without_folders
 from ostinato.serve.process import ProcessEvent, Tell
 from ostinato.serve.settings import ServeOptions, is_among
 
@@ -26,6 +27,7 @@ ModelState = Literal["unloaded", "loading", "ready", "unloading", "failed"]
 
 RETRY_S: Final = 10.0  # after a first failure, a model is not tried again for so long; after each further one, twice
 RETRY_MOST_S: Final = 600.0
+LOOK_S: Final = 1.0  # files of a model that failed have not changed if the disk does not say so in this time
 PATIENCE_S: Final = 10.0  # a model that waits for memory longer has a busy one take no further requests
 
 
@@ -46,7 +48,8 @@ class ServedModel:
         self.used_at = 0.0
         self.retry_at = 0.0  # when a model that failed may be tried again, unless its files change before
         self.retry_s = RETRY_S  # how long to wait after the next failure
-        self.failed_files: object = None  # the stamp of its files when it failed
+        self.failed_files: asyncio.Future[object] | None = None  # the stamp of its files when it failed
+        self.files: asyncio.Future[object] | None = None  # the last stamp that was asked for
         self.n_loads = self.n_unloads = self.n_failures = self.n_ends = 0
         self.unloaded_for: str | None = None  # why it made room last
         self.restarts: Counter[str] = Counter()
@@ -101,8 +104,8 @@ class WaitingRequest:
     def __init__(self, models: ServedModels, model: ServedModel) -> None:
         self._models, self._model, self._n_failures = models, model, model.n_failures
 
-    def taken(self) -> bool:
-        return self._models.taken(self._model, self._n_failures)
+    async def taken(self) -> bool:
+        return await self._models.taken(self._model, self._n_failures)
 
     async def change_within(self, seconds: float) -> bool:
         return await self._model.change_within(seconds)
@@ -154,7 +157,7 @@ class ServedModels:
             return self.first
         ids = [repr(model.id) for model in self.all]
         there = f"{', '.join(ids[:-1])} and {ids[-1]} are" if len(ids) > 1 else f"{ids[0]} is"
-        message = f"the model {name!r} is not served here; {there}"
+        message = f"the model {quoted(name)} is not served here; {there}"
         raise Refusal(404, message, param="model", code="model_not_found")
 
     @property
@@ -182,14 +185,17 @@ class ServedModels:
             if not model.n_waiting:
                 self._abandon(model)
 
-    def taken(self, model: ServedModel, n_failures: int) -> bool:
+    async def taken(self, model: ServedModel, n_failures: int) -> bool:
         """Begin to use a model if it is in memory; the caller must `release` it. Else have it loaded; refused if that
         has failed more than `n_failures` times, or a short while ago with the same files."""
+        may_retry = False
+        if model.state == "failed" and model.n_failures == n_failures:
+            may_retry = await self._may_retry(model)
         self.check_stopped()
         if model.state == "ready" and not model.draining:
             model.n_running += 1
             return True
-        if model.n_failures > n_failures or (model.state == "failed" and not self._may_retry(model)):
+        if model.n_failures > n_failures or (model.state == "failed" and not may_retry):
             message = f"{model.id} could not be loaded: {model.why}"
             wait_s = max(1, math.ceil(model.retry_at - self._clock()))
             raise Refusal(503, message, code="model_failed", retry_after_s=wait_s)
@@ -204,9 +210,20 @@ class ServedModels:
         model.used_at = self._clock()
         self._make_room()
 
-    def _may_retry(self, model: ServedModel) -> bool:
+    async def _may_retry(self, model: ServedModel) -> bool:
         """Whether a model that failed to load may be tried again: a try may cost another model its memory."""
-        return self._clock() >= model.retry_at or self._stamp(self._options.models[model.index]) != model.failed_files
+        if self._clock() >= model.retry_at:
+            return True
+        if model.files is None or model.files.done():
+            model.files = self._stamped(model)
+        files, failed_files = model.files, model.failed_files
+        assert failed_files is not None, "it has failed"
+        await asyncio.wait((files, failed_files), timeout=LOOK_S)
+        return files.done() and failed_files.done() and files.result() != failed_files.result()
+
+    def _stamped(self, model: ServedModel) -> asyncio.Future[object]:
+        """The stamp of a model's files, which a thread takes: other requests must not wait for a slow disk."""
+        return asyncio.ensure_future(asyncio.to_thread(self._stamp, self._options.models[model.index]))
 
     def _abandon(self, model: ServedModel) -> None:
         """No request needs a model any more: if it still waits for memory, give up."""
@@ -253,12 +270,12 @@ class ServedModels:
                 model.change("ready")
                 self._make_room()
             case "fault":
-                model.change("loading", without_paths(event["reason"]))
+                model.change("loading", without_folders(event["reason"], self._options.models))
             case "ended":
                 self._ended(model, event)
 
     def _ended(self, model: ServedModel, event: ProcessEvent) -> None:
-        why = None if event["why"] is None else without_paths(event["why"])
+        why = None if event["why"] is None else without_folders(event["why"], self._options.models)
         model.n_ends += 1
         unloaded = event["unloaded"]
         model.may_load, model.asked_at, model.draining = False, None, False
@@ -271,7 +288,7 @@ class ServedModels:
             model.change("unloaded")
         else:
             model.n_failures += 1
-            model.failed_files = self._stamp(self._options.models[model.index])
+            model.failed_files = self._stamped(model)
             model.retry_at = self._clock() + model.retry_s
             model.retry_s = min(RETRY_MOST_S, 2 * model.retry_s)
             model.change("failed", why)
@@ -290,7 +307,7 @@ class ServedModels:
         asking = [model for model in self.all if model.asked_at is not None and model.state == "loading"]
         if not asking:
             if not any(one.state == "loading" and not one.may_load for one in self.all):
-                self._let_stay()  # nobody waits for memory
+                self._let_stay()  # none waits for memory
             return
         model = min(asking, key=lambda one: one.asked_at or 0.0)
         why = self._why_no_room(model)

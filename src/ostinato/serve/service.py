@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, TypeVar
 from ostinato import __version__
 from ostinato.engine.stats import Stats
 from ostinato.engine.token_queue import TokenDispatcher, TokenQueue
-from ostinato.errors import OstinatoError
+from ostinato.errors import OstinatoError, quoted
 from ostinato.llm import LLM
 from ostinato.serve.errors import TOO_LONG, Refusal
 from ostinato.serve.log import Write, new_id, write_line
@@ -139,7 +139,7 @@ class Service:
     def check_name(self, model: str) -> None:
         """Refuse a name that is not the model's."""
         if not self.options.any_model and not is_among(model, self.model_names):
-            message = f"the model {model!r} is not served here; {self.model_id!r} is"
+            message = f"the model {quoted(model)} is not served here; {self.model_id!r} is"
             raise Refusal(404, message, param="model", code="model_not_found")
 
     def answers_as(self, model: str | None) -> str:

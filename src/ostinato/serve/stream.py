@@ -82,7 +82,7 @@ class TimedSend:
     """
 
     def __init__(self, send: Send, seconds: float | None) -> None:
-        """Without `seconds` there is no deadline. Whoever makes one must `close` it."""
+        """Without `seconds` there is no deadline. The caller must `close` it."""
         self._send, self._seconds = send, seconds
         self._due: float | None = None  # of the message that is being sent
         self._task: asyncio.Task[Any] | None = None
@@ -107,7 +107,7 @@ class TimedSend:
             self._due = None
 
     def _look(self) -> None:
-        """The first message that had this timer may have been sent long ago."""
+        """Cancel the send whose deadline has passed, or wait for the deadline of the current one."""
         self._timer = None
         if self._due is None:
             return

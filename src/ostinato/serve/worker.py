@@ -30,7 +30,7 @@ from ostinato.models.shape import Shape
 from ostinato.options import LoadOptions, Talk
 from ostinato.serve import process
 from ostinato.serve.app import create_app
-from ostinato.serve.errors import OUR_FAULT, cause_of
+from ostinato.serve.errors import OUR_FAULT, cause_of, without_folders
 from ostinato.serve.loadable import with_context_of
 from ostinato.serve.log import given_id
 from ostinato.serve.process import ProcessEvent, ServerProcess, Tell, talk
@@ -110,7 +110,7 @@ class Worker(ServerProcess):
         service = self._service
         fault = None if service.model is None else service.model.fault
         if fault is not None and not service.stopping.is_set():
-            service.die(fault)
+            service.die(without_folders(fault, service.options.models))
             self._tell({"event": "fault", "reason": fault})
             self._code = FAULT_EXIT
             await self.until_idle(service.limits.fault_s)
@@ -183,7 +183,7 @@ def drop_waiting(listening: socket.socket) -> None:
     """Close connections that a worker before this one did not accept: the front, which was told of its end, asks anew
     when this one is ready, and would have each of these requests answered and logged twice."""
     listening.setblocking(False)
-    with suppress(BlockingIOError):
+    with suppress(OSError):  # none waits, or it has gone already
         while True:
             listening.accept()[0].close()
 

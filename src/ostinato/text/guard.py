@@ -42,4 +42,5 @@ def library_ids(
         )[0].ids
         return found
 
-    return guarded(ids, path, "cannot encode a text")
+    # The name alone: a server tells this to its clients.
+    return guarded(ids, Path(path.name), "cannot encode a text")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias
 
-from ostinato.errors import BadInput, BadOption
+from ostinato.errors import BadInput, BadOption, quoted
 from ostinato.options import Rule
 from ostinato.text import block_calls, channels
 from ostinato.text.answer import Parser
@@ -92,7 +92,7 @@ def _read_tool(index: int, definition: Any) -> Tool:
     name, text, parameters = (function.get(key) for key in ("name", "description", "parameters"))
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         allowed = f"1 to {MAX_NAME} letters, digits, '_', '.' or '-'"
-        raise BadInput(f"{where}.function.name is {name!r}; it must be {allowed}")
+        raise BadInput(f"{where}.function.name is {quoted(name)}; it must be {allowed}")
     if not isinstance(text, str | None):
         raise BadInput(f"{where}.function.description is {type(text).__name__}; it must be text")
     if not isinstance(parameters, Mapping | None):
@@ -105,7 +105,7 @@ def allowed(tools: Sequence[Tool], names: Sequence[Any]) -> tuple[Tool, ...]:
     known = [tool.name for tool in tools]
     for name in names:
         if name not in known:
-            raise BadInput(f"tool_choice allows the function {name!r}, which is not among the tools")
+            raise BadInput(f"tool_choice allows the function {quoted(name)}, which is not among the tools")
     return tuple(tool for tool in tools if tool.name in names)
 
 
@@ -142,8 +142,8 @@ def read_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
             return tool
     if isinstance(name, str):
         known = ", ".join(tool.name for tool in tools) or "none"
-        raise BadInput(f"tool_choice names the function {name!r}; the tools are: {known}")
-    raise BadInput(f"tool_choice is {choice!r}; it must be none, auto, required, or name a function")
+        raise BadInput(f"tool_choice names the function {quoted(name)}; the tools are: {known}")
+    raise BadInput(f"tool_choice is {quoted(choice)}; it must be none, auto, required, or name a function")
 
 
 @dataclass(frozen=True, slots=True)
