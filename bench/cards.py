@@ -4,12 +4,12 @@
     python -m bench.cards --rows FILE ... --out docs/cards.md    # from what earlier runs printed
     python -m bench.cards --default --fast --arch sm_80,sm_89    # the default model and a 1B, with their types
 
-Kernels of a step, of prompts and of their outputs are bound as plans bind them (`bench/launches.py`), for a model of
-every family, every weight type and every type of KV cache. Of launches that differ in sizes alone, which decide neither
-the memory of a block nor its registers, the largest is compiled. What NVRTC compiles, the step boundary and the
-laboratory, is compiled as well; the persistent kernel has tests of its own (`tests/backends/tape/test_compiles.py`).
-Each kernel is a line of JSON; ends with 1 where one takes more than the chip has. Triton keeps what it has compiled, so
-that a run that was stopped goes on where it was.
+Kernels of a step, of prompts and of their outputs are bound as plans bind them (`bench/launches.py`), for models of
+every family (`bench/card_models.py`), every weight type and every type of KV cache. Of launches that differ in sizes
+alone, which decide neither the memory of a block nor its registers, the largest is compiled; the most different ones
+come first. What NVRTC compiles, the step boundary and the laboratory, is compiled as well; the persistent kernel has
+tests of its own (`tests/backends/tape/test_compiles.py`). Each kernel is a line of JSON; ends with 1 where one takes
+more than the chip has. Triton keeps what it has compiled, so that a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
