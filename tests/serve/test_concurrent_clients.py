@@ -324,7 +324,7 @@ def test_embeddings_take_turns_in_a_bounded_line_that_whoever_leaves_is_out_of(
 ) -> None:
     computing, go_on = threading.Semaphore(0), threading.Event()
 
-    def slow(*_: Any) -> Iterator[Any]:
+    def slow(*_: Any, **__: Any) -> Iterator[Any]:
         computing.release()
         assert go_on.wait(DEADLINE_S)
         yield np.ones(4, np.float32)
