@@ -17,6 +17,7 @@ from ostinato.backends.cuda.chip import (
     chunk_rows,
     other_cut,
     reads_shared,
+    registers_alone,
     stages_that_fit,
     step_block,
     step_bytes,
@@ -171,6 +172,13 @@ def test_only_keys_of_the_widest_heads_are_cut_otherwise_and_that_is_named() -> 
         "prompt attention by 16",
         None,
     )
+
+
+def test_a_block_that_is_alone_on_its_multiprocessor_is_given_all_registers() -> None:
+    assert registers_alone(TUNED, 196_608, 8) == {"maxnreg": 255}
+    assert registers_alone(TUNED, 196_608, 16) == {"maxnreg": 128}
+    assert registers_alone(TUNED, TUNED.shared_bytes // 2, 8) == {}
+    assert registers_alone(replace(TUNED, has_ptx=False), 196_608, 8) == {}
 
 
 def test_stages_are_never_more_than_wanted_nor_none() -> None:

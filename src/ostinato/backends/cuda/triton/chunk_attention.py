@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.chip import chunk_block, chunk_bytes, chunk_rows, padded, reads_shared
+from ostinato.backends.cuda.chip import chunk_block, chunk_bytes, chunk_rows, padded, reads_shared, registers_alone
 from ostinato.backends.cuda.launch import FLOATS, TritonLaunch, checked
 from ostinato.backends.cuda.triton.attend import (
     LOG2_E,
@@ -93,7 +93,10 @@ def bind_chunk_attention(
         if needed <= chip.shared_bytes:
             break
         stages -= 1
-    return TritonLaunch.of(chunk_attention_kernel, grid, given, num_warps=warps, num_stages=stages)
+    options: dict[str, object] = {"num_warps": warps, "num_stages": stages}
+    if exact:
+        options |= registers_alone(chip, chunk_bytes(wide, item_bytes, block, stages, rows=rows), warps)
+    return TritonLaunch.of(chunk_attention_kernel, grid, given, **options)
 
 
 def _placed(chunk: Chunk, m: int, device: torch.device, heads: Heads) -> Any:

@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ostinato.backends.cuda.chip import SAVES_REGISTERS, registers_alone
 from ostinato.backends.cuda.launch import EITHER, FLOATS, Launches, TritonLaunch, checked
 from ostinato.backends.cuda.packed import PLANES, Packed, entries_of, for_a_gpu
-from ostinato.backends.cuda.triton.tiles import ROWS, Given, Tile, fitted, step_columns, tile_for
+from ostinato.backends.cuda.triton.tiles import ROWS, Given, Tile, fitted, iteration_bytes, step_columns, tile_for
 from ostinato.backends.cuda.triton.unpack import (
     DENSE,
     INTERPRETED,
@@ -493,7 +494,8 @@ def bind_matmul(
         start, packed = own.stop, isinstance(part, Packed)
         mine, n = out if whole else out[:, own], n_outputs // 2 if how == "gated" else n_outputs
         own_bias, own_scale = None if bias is None else bias[own], scale[own] if isinstance(scale, Tensor) else scale
-        cut = fitted(tile_for(part, how), part, how, Given.of(ROWS, x, norm), chip) if tile is None else tile
+        inputs = Given.of(ROWS, x, norm)
+        cut = fitted(tile_for(part, how), part, how, inputs, chip) if tile is None else tile
         grid = (triton.cdiv(n_slots, ROWS), triton.cdiv(n, cut.block_n), cut.split_k)
         given = {
             "x_ptr": checked("x", x, dtype=EITHER, shape=(1, k), device=device),
@@ -515,7 +517,11 @@ def bind_matmul(
             size = (grid[0] * grid[1], cut.split_k, 2 if how == "gated" else 1, cut.block_n, ROWS)
             given["partial_ptr"] = torch.empty(size, dtype=torch.float32, device=device)
             given["counter_ptr"] = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=device)
-        launches.append(TritonLaunch.of(matmul_kernel, grid, given, **options_of(cut)))
+        options = options_of(cut)
+        if chip.capability == SAVES_REGISTERS:
+            in_flight = (cut.num_stages - 1) * iteration_bytes(part, cut, how, inputs)
+            options = registers_alone(chip, in_flight, cut.num_warps) | options
+        launches.append(TritonLaunch.of(matmul_kernel, grid, given, **options))
     return launches[0] if len(launches) == 1 else Launches(tuple(launches))
 
 
