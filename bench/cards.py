@@ -57,10 +57,10 @@ MOST_SPILLED: Final = 2304
 MOST_SPILLED_BY: Final = {
     ("matmul", "float32"): 3072,
     ("attend", "float32, heads of 512"): 6144,  # of 8.7, whose assembler keeps to 168 registers
-    ("attend_chunk", "float32, heads of 80"): 4608,
-    ("attend_chunk", "float32, heads of 96"): 4608,
-    ("attend_chunk", "float32, heads of 128"): 4608,
-    ("attend_chunk", "float32, heads of 256"): 24_576,
+    ("attend_chunk", "float32, heads of 80"): 3072,
+    ("attend_chunk", "float32, heads of 96"): 3072,
+    ("attend_chunk", "float32, heads of 128"): 3072,
+    ("attend_chunk", "float32, heads of 256"): 6144,
 }
 KV_TYPES: Final[tuple[KVType, ...]] = ("bf16", "f32", "f16", "q8_0")
 # Constants that decide how much there is to do, not how a program does it; of two activations none takes more.
