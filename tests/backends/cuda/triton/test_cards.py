@@ -117,7 +117,7 @@ def test_chips_of_a_generation_get_the_same_ptx_but_for_their_name() -> None:
     done = child("-c", ALIKE)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert len(lines) > 60
+    assert len(lines) >= 60  # twenty kernels and types in each of three generations
     assert [line for line in lines if not line.endswith(" 1 1")] == []
 
 
