@@ -195,8 +195,9 @@ def most_different_first(work: Sequence[Work]) -> list[Work]:
 
 
 def generation_of(arch: str) -> str:
-    """Chips of one are compiled for alike: those of a major number, or one of AMD's."""
-    return arch if arch in LANES else arch[:-1]
+    """Chips of one are compiled for alike: those of a major number, or one of AMD's. Of 10.x each is its own: only 10.0
+    finds the largest of a warp's floats in one instruction."""
+    return arch if arch in LANES or arch in ("sm_100", "sm_103") else arch[:-1]
 
 
 def kernels_for(chip: Chip, cases: Iterable[Case]) -> dict[object, Kernel]:

@@ -54,7 +54,7 @@ from bench.compiling import _made, compile_fast
 
 compile_fast()
 seen = set()
-for archs in (["sm_89", "sm_80", "sm_86", "sm_87"], ["sm_100", "sm_103"], ["sm_120", "sm_121"]):
+for archs in (["sm_89", "sm_80", "sm_86", "sm_87"], ["sm_120", "sm_121"]):
     for kernel, _ in work_for(archs[:1], DEFAULT):
         if (archs[0], kernel.name, kernel.variant) not in seen:
             seen.add((archs[0], kernel.name, kernel.variant))
@@ -117,7 +117,7 @@ def test_chips_of_a_generation_get_the_same_ptx_but_for_their_name() -> None:
     done = child("-c", ALIKE)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert len(lines) >= 60  # twenty kernels and types in each of three generations
+    assert len(lines) >= 40  # twenty kernels and types in each generation
     assert [line for line in lines if not line.endswith(" 1 1")] == []
 
 
