@@ -105,6 +105,7 @@ def test_a_model_that_does_not_fit_is_planned_and_said_not_to(
 def test_pages_that_do_not_hold_every_context_are_fewer_and_it_is_told(
     ostinato: RunCli, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ostinato.engine.choose.GRAMMAR_BYTES", 0)  # a share of what is free
     pages = {row["name"]: row["bytes"] for row in facts(ostinato, tiny)["plan"]["rows"]}["KV pages"]
     beside = facts(ostinato, tiny)["plan"]["device_bytes"] - pages
     monkeypatch.setattr(machine, "free_host_bytes", lambda: int((beside + pages / 4) / USABLE_SHARE) + 1)
@@ -119,7 +120,7 @@ def test_pages_that_do_not_hold_every_context_are_fewer_and_it_is_told(
 def test_what_is_reserved_and_what_is_used_are_two_figures(ostinato: RunCli, tiny: Path) -> None:
     plan = facts(ostinato, tiny)["plan"]
     later = {row["name"]: row["bytes"] for row in plan["rows"] if row["on_demand"]}
-    assert set(later) == {"KV pages", "rows of output (at first use)"}
+    assert set(later) == {"KV pages", "grammars (at most)", "rows of output (at first use)"}
     assert plan["used_bytes"] == plan["device_bytes"] - sum(later.values())
     assert plan["request"] == {"positions": 1024, "bytes": 1024 * 2 * 16 * 4}
     shown = ostinato("inspect", tiny).out
