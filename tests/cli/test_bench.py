@@ -71,8 +71,8 @@ def test_a_profile_tells_the_time_of_each_kind_of_node(ostinato: RunCli) -> None
     assert "a step of batch 1 at depth 0 in eager" in ran.out
     assert "no profile" not in ran.err
     (profile,) = json.loads(ran.out.splitlines()[-1])["profiles"]
-    assert [kind["kind"] for kind in profile["kinds"]] == ["embed", "layer", "head", "sample"]
-    assert [kind["n_nodes"] for kind in profile["kinds"]] == [1, 2, 1, 1]
+    assert [kind["kind"] for kind in profile["kinds"]] == ["embed", "layer", "head", "masks", "sample"]
+    assert [kind["n_nodes"] for kind in profile["kinds"]] == [1, 2, 1, 1, 1]
     assert all(kind["microseconds"] > 0 for kind in profile["kinds"])
 
 

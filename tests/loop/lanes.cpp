@@ -22,6 +22,7 @@ static void yield() {
 #define BOUNDARY_FN static inline
 #define BOUNDARY_TABLE static const
 #define UNROLLED
+#define NAP()
 #include "step_boundary.h"
 
 static struct {
@@ -39,13 +40,13 @@ static void play() {
 
 // What run_boundary gives, or -1 when the lanes did not agree on it or on the number of SYNCs.
 extern "C" int boundary_in_lanes(
-    char* table, char* admissions, char* rings, unsigned long long plan_hash, unsigned long long epoch, long long now,
-    unsigned seed
+    char* table, char* admissions, char* rings, int* grammars, unsigned long long plan_hash, unsigned long long epoch,
+    long long now, unsigned seed
 ) {
     static unsigned order;  // not on the stack, which a switch of contexts could bring back as it was
     order = seed;
     static std::vector<std::vector<char>> stacks(LANES, std::vector<char>(1 << 16));
-    given = {{table, admissions, rings}, plan_hash, epoch, now};
+    given = {{table, admissions, rings, grammars}, plan_hash, epoch, now};
     for (lane = 0; lane < LANES; ++lane) {
         n_syncs[lane] = 0;
         done[lane] = false;

@@ -3,13 +3,13 @@
 #include "step_boundary.h"
 
 extern "C" int boundary_at(
-    char* table, char* admissions, char* rings, unsigned long long plan_hash, unsigned long long epoch, long long now
+    char* table, char* admissions, char* rings, int* grammars, unsigned long long plan_hash, unsigned long long epoch, long long now
 ) {
-    return run_boundary(View{table, admissions, rings}, plan_hash, epoch, now);
+    return run_boundary(View{table, admissions, rings, grammars}, plan_hash, epoch, now);
 }
 
 extern "C" int step_boundary(
-    char* table, char* admissions, char* rings, unsigned long long plan_hash, unsigned long long epoch
+    char* table, char* admissions, char* rings, int* grammars, unsigned long long plan_hash, unsigned long long epoch
 ) {
-    return run_boundary(View{table, admissions, rings}, plan_hash, epoch, now_ns());
+    return run_boundary(View{table, admissions, rings, grammars}, plan_hash, epoch, now_ns());
 }

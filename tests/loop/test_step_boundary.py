@@ -212,7 +212,7 @@ def in_lanes(layout: Layout) -> Native:
 
 def called(function: Callable[..., int]) -> Native:
     def run(tables: Tables, now_ns: int, order: int) -> int:
-        at = [ctypes.c_void_p(address) for address in tables.addresses]
+        at = [ctypes.c_void_p(address) for address in (*tables.addresses, tables.grammar_address)]
         rest = (ctypes.c_uint64(PLAN_HASH), ctypes.c_uint64(EPOCH), ctypes.c_int64(now_ns), ctypes.c_uint32(order))
         return int(function(*at, *rest))
 
@@ -237,7 +237,7 @@ def in_cuda(layout: Layout) -> Native:
         table, admissions, rings = (torch.from_numpy(arena.memory) for arena in tables.arenas)
         table, admissions, rings = table.cuda(), admissions.pin_memory(), rings.pin_memory()
         torch.cuda.synchronize()
-        at = (table.data_ptr(), admissions.data_ptr(), rings.data_ptr())
+        at = (table.data_ptr(), admissions.data_ptr(), rings.data_ptr(), 0)  # no grammars
         shape = LaunchConfig(grid=1, block=128)
         launch(stream, shape, kernel, *at, np.uint64(PLAN_HASH), np.uint64(EPOCH))
         torch.cuda.synchronize()
@@ -786,7 +786,7 @@ def test_cpp_tells_the_time_of_its_own_clock(home: None) -> None:
     table = Table(layout)
     table.admit(0, generation=1)
     native = cpp_library(layout).step_boundary
-    at = [ctypes.c_void_p(address) for address in table.tables.addresses]
+    at = [ctypes.c_void_p(address) for address in (*table.tables.addresses, 0)]
     native(*at, ctypes.c_uint64(PLAN_HASH), ctypes.c_uint64(EPOCH))
     (entry,) = table.drain()
     assert entry.time_ns > 0

@@ -19,8 +19,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from llguidance import regex_to_lark
 
-from ostinato import build
-from ostinato.errors import BadInput, BadOption, HardwareCannot
+from ostinato.errors import BadInput, BadOption
 from ostinato.options import Rule, Sampling
 from ostinato.text import automaton, channels
 from ostinato.text.automaton import MAX_MS, Automaton, AutomatonMatcher, GrammarMasks, of_rule
@@ -32,7 +31,7 @@ from ostinato.text.reasoning import _CHANNELS, _MARKS, Channels, Reasoning
 from ostinato.text.schema import FORMATS, followable
 from ostinato.text.tools import _SHAPES, Tool, ToolFormat
 from ostinato.text.walk import FOLDER as WALK
-from ostinato.text.walk import MAX_DEPTH
+from ostinato.text.walk import MAX_DEPTH, MOST_KEPT
 from tests.counts import soak, soaking
 from tests.models import tiny_text
 from tests.text.oracle import Vocabulary, ids, schema_rule, vocabulary, vocabulary_of
@@ -510,7 +509,7 @@ def test_recursion_is_a_call() -> None:
     assert not accepts(made, '{"value":1,"next":{"value":2,"next":{}}}')
 
 
-@pytest.mark.parametrize("most_kept", [3, automaton.MOST_KEPT])
+@pytest.mark.parametrize("most_kept", [3, MOST_KEPT])
 def test_a_kept_mask_is_the_one_that_would_be_computed(vocab_data: Path, most_kept: int) -> None:
     """The same masks from one cache over many walks, full or not, and from one that keeps nothing."""
     words, rng = real(vocab_data, "llama-spm"), random.Random(5)
@@ -595,32 +594,6 @@ def test_the_header_and_python_agree_on_the_layout() -> None:
     assert enums["VocabularyWord"].index("VOCABULARY_WORDS") == automaton._VOCABULARY_WORDS
     assert enums["VocabularyWord"].index("VOCABULARY_LONGEST") == automaton._VOCABULARY_LONGEST
     assert f"MAX_DEPTH = {MAX_DEPTH};" in text
-
-
-def test_the_walk_compiles_for_a_gpu() -> None:
-    kernel = """
-#include "grammar_walk.h"
-extern "C" __global__ void find(const int* automaton, const int* vocabulary, int* position, unsigned* bits, int n) {
-  int token = blockIdx.x * blockDim.x + threadIdx.x;
-  grammar::Walk walk;
-  grammar::begin_at(walk, position);
-  bool known = token < vocabulary[grammar::VOCABULARY_TOKENS];
-  bool allowed = known && grammar::take_token(automaton, vocabulary, walk, token);
-  unsigned word = __ballot_sync(~0u, allowed);
-  if (token % 32 == 0 && token / 32 < n) bits[token / 32] = word;
-}
-extern "C" __global__ void advance(const int* automaton, const int* vocabulary, int* position, int token, int* ended) {
-  grammar::advance(automaton, vocabulary, position, token);
-  grammar::Walk walk;
-  grammar::begin_at(walk, position);
-  *ended = grammar::ends(automaton, walk);
-}
-"""
-    headers = {"grammar_walk.h": (WALK / "grammar_walk.h").read_text()}
-    try:
-        assert build.cubin(kernel, "find.cu", arch="sm_90", headers=headers).startswith(b"\x7fELF")
-    except HardwareCannot as error:
-        pytest.skip(f"this machine cannot compile for a GPU: {error}")
 
 
 # Ends

@@ -38,7 +38,7 @@ def shared_rows(shape: Shape, settled: Settled) -> tuple[MemoryRow, ...]:
         MemoryRow("slot table", arena_bytes(layout.table_fields)),
         MemoryRow("admissions", arena_bytes(layout.admission_fields), on_host=on_host),
         MemoryRow("rings", arena_bytes(layout.ring_fields), on_host=on_host),
-        MemoryRow("grammars (at most)", settled.grammar_bytes, on_demand=True),
+        MemoryRow("grammars (at most)" if on_cpu else "grammars", settled.grammar_bytes, on_demand=on_cpu),
     )
 
 

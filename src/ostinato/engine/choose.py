@@ -271,9 +271,9 @@ def _draft(backend: Backend, mode: str, case: LoadCase) -> Settled:
 
 
 def grammar_bytes(machine: Machine) -> int:
-    """Of the memory from which loops on the CPU read grammars: a small share of what is free, and no more than so many
-    schemas of ordinary size take."""
-    return min(GRAMMAR_BYTES, machine.free_bytes // GRAMMAR_SHARE) if machine.kind == "cpu" else 0
+    """Of the memory from which loops read grammars: a small share of what is free, and no more than so many schemas of
+    ordinary size take."""
+    return min(GRAMMAR_BYTES, machine.free_bytes // GRAMMAR_SHARE)
 
 
 def fit(settled: Settled, case: LoadCase, talk: Talk) -> Settled:

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from ostinato.errors import InternalError
 from ostinato.loop.memory import host_zeros
+from ostinato.text.walk import MOST_KEPT
 
 if TYPE_CHECKING:
+    from ostinato.loop.layout import Arena, Tables
     from ostinato.text.automaton import Automaton, Trie
 
 GRAMMAR_BYTES: Final = 64 << 20  # at most; used as grammars come
@@ -65,12 +67,11 @@ class _Region:
 
 
 class GrammarMemory:
-    """Regions of compiled grammars, reference counted."""
+    """Regions of compiled grammars, reference counted, in the host's memory; a GPU's are in a subclass."""
 
     def __init__(self, n_bytes: int, mask_words: int) -> None:
         """`mask_words`: int32 words of one mask."""
-        self.words = host_zeros((n_bytes // 4,), np.int32)
-        self._own = self.words.view()  # stays writable while decode mode is on: grammars come with admissions
+        self.words: Any = self._memory(n_bytes // 4)
         self._mask_words = mask_words
         self._regions: OrderedDict[Hashable, _Region] = OrderedDict()  # the one used least recently first
         self._vocabulary_end = 0
@@ -84,6 +85,21 @@ class GrammarMemory:
     def used_bytes(self) -> int:
         """Of the vocabulary and all regions."""
         return 4 * (self._vocabulary_end + sum(region.n_words for region in self._regions.values()))
+
+    # Where the words lie
+
+    def _memory(self, n_words: int) -> Any:
+        made = host_zeros((n_words,), np.int32)
+        self._own = made.view()  # stays writable while decode mode is on: grammars come with admissions
+        return made
+
+    def _write(self, first: int, words: np.ndarray) -> None:
+        self._own[first : first + len(words)] = words
+
+    def flush(self) -> None:
+        """Bring what was written to the device, ahead of the work that is queued there next."""
+
+    # Regions
 
     def lease(self, grammar: CompiledGrammar) -> int | None:
         """The word at which a grammar's region begins; None where there is no room for it, since grammars of running
@@ -106,7 +122,7 @@ class GrammarMemory:
         region.n_leases -= 1
 
     def _placed(self, grammar: CompiledGrammar) -> _Region | None:
-        from ostinato.text.automaton import MOST_KEPT, begin_kept, kept_words
+        from ostinato.text.automaton import begin_kept, kept_words
 
         if not self._vocabulary_end and not self._place_vocabulary(grammar.trie):
             return None
@@ -115,17 +131,19 @@ class GrammarMemory:
         first = self._room(n_words)
         if first is None:
             return None
-        region = self._own[first : first + n_words]
-        region[:n_automaton] = grammar.automaton.words
-        begin_kept(region[n_automaton:], self._mask_words, MOST_KEPT)
+        no_masks = np.zeros(kept_words(self._mask_words, 0), np.int32)
+        begin_kept(no_masks, self._mask_words, MOST_KEPT)
+        self._write(first, np.concatenate([grammar.automaton.words, no_masks]))
         return _Region(first, n_words)
 
     def _place_vocabulary(self, trie: Trie) -> bool:
         end = _HEAD_WORDS + len(trie.words)
         if end > len(self.words):
             return False
-        self._own[_HEAD_WORDS:end] = trie.words
-        self._own[0], self._vocabulary_end = _HEAD_WORDS, _aligned(end)
+        head = np.zeros(_HEAD_WORDS, np.int32)
+        head[0] = _HEAD_WORDS
+        self._write(0, np.concatenate([head, trie.words]))
+        self._vocabulary_end = _aligned(end)
         return True
 
     def _room(self, n_words: int) -> int | None:
@@ -145,7 +163,7 @@ class GrammarMemory:
                 return None
             del self._regions[idle]
 
-    # The twin of grammar_step.h
+    # The twin of grammar_step.h and step_masks.h
 
     def follow(self, first: int, position: np.ndarray, token: int) -> bool:
         """Advance a position in the grammar of a region by a token; False where it is not allowed."""
@@ -161,6 +179,42 @@ class GrammarMemory:
         kept = region[region[AUTOMATON_WORDS] :]
         find_mask(region, self.words[self.words[0] :], kept, position, bits)
         return may_end(region, position)
+
+
+def find_masks(tables: Tables) -> None:
+    """Find the tokens that may come next in every row of the step that follows a grammar: the twin of step_masks.h, a
+    node of the step before it samples. Where no token is allowed the slot's `mask_ready` is 0."""
+    table, grammars = tables.table, tables.grammars
+    assert grammars is not None
+    regions, masks = table.host("grammar"), table.host("mask_bits")
+    for slot in table.host("row_slot")[: table.host("n_rows")[0]].tolist():
+        if regions[slot]:
+            bits = masks[slot]
+            if grammars.allowed(int(regions[slot]), table.host("grammar_position")[slot], bits):
+                bits |= _bits_of_stops(table, slot, int(table.host("n_ends")[slot]))
+            _ban_ends(table, slot, bits)
+            table.host("mask_ready")[slot] = bits.any()
+
+
+def _ban_ends(table: Arena, slot: int, bits: np.ndarray) -> None:
+    """While fewer than `ends_from` tokens were made, stop ids are banned; with `ends_ignored`, end tokens always are. A
+    ban is lifted where it would leave no token."""
+    is_short = table.host("made")[slot] < table.host("ends_from")[slot]
+    n_unwanted = table.host("n_stop")[slot] if is_short else 0
+    if not is_short and table.host("ends_ignored")[slot]:
+        n_unwanted = table.host("n_ends")[slot]
+    others = bits & ~_bits_of_stops(table, slot, int(n_unwanted))
+    if others.any():
+        bits[:] = others
+
+
+def _bits_of_stops(table: Arena, slot: int, n: int) -> np.ndarray:
+    """Of the first n stop ids of a slot."""
+    from ostinato.loop.layout import bits_of
+
+    n_words = table.host("mask_bits").shape[1]
+    ids = table.host("stop_ids")[slot, :n].tolist()
+    return bits_of((id for id in ids if 0 <= id < 32 * n_words), n_words)
 
 
 def _aligned(n_words: int) -> int:

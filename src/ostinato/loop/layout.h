@@ -7,6 +7,8 @@
 #define MAX_LOGIT_BIAS 512
 #define MAX_TOP 20
 #define GRAMMAR_POSITION_WORDS 131
+#define MOST_KEPT_MASKS 64
+#define MASK_DEADLINE_NS 250000000LL
 #define N_WORDS 11
 #define N_ADMISSION_FIELDS 30
 enum { SLOT_STATE_FREE = 0, SLOT_STATE_LIVE = 1, SLOT_STATE_PAUSED = 2, SLOT_STATE_FINISHED = 3 };
@@ -26,8 +28,7 @@ struct View {
     const long long* layout;
     int* grammars;  // the grammar memory
 };
-#define HAS_GRAMMARS 1
-#define LAYOUT_MARK 229874125  // layout[0]: the words are those of this header
+#define LAYOUT_MARK 1166122667  // layout[0]: the words are those of this header
 #define N_SLOTS(view) ((int)(view).layout[1])
 #define MAX_PAGES(view) ((int)(view).layout[2])
 #define N_GROUPS(view) ((int)(view).layout[3])
@@ -71,24 +72,28 @@ struct View {
 #define TABLE_token(view) ((int*)((view).table + (view).layout[40]))
 #define TABLE_made(view) ((int*)((view).table + (view).layout[41]))
 #define TABLE_mask_ready(view) ((int*)((view).table + (view).layout[42]))
-#define TABLE_counts(view) ((int*)((view).table + (view).layout[43]))
-#define TABLE_n_rows(view) ((int*)((view).table + (view).layout[44]))
-#define TABLE_row_slot(view) ((int*)((view).table + (view).layout[45]))
-#define TABLE_chosen(view) ((int*)((view).table + (view).layout[46]))
-#define TABLE_chosen_logprob(view) ((float*)((view).table + (view).layout[47]))
-#define TABLE_top_ids(view) ((int*)((view).table + (view).layout[48]))
-#define TABLE_top_logprobs(view) ((float*)((view).table + (view).layout[49]))
-#define TABLE_first_token(view) ((int*)((view).table + (view).layout[50]))
-#define TABLE_first_logprob(view) ((float*)((view).table + (view).layout[51]))
-#define TABLE_first_top_ids(view) ((int*)((view).table + (view).layout[52]))
-#define TABLE_first_top_logprobs(view) ((float*)((view).table + (view).layout[53]))
-#define TABLE_plan_hash(view) ((long long*)((view).table + (view).layout[54]))
-#define TABLE_epoch(view) ((long long*)((view).table + (view).layout[55]))
-#define TABLE_step_ns(view) ((long long*)((view).table + (view).layout[56]))
-#define RING_words(view) ((long long*)((view).rings + (view).layout[57]))
-#define RING_inbox(view) ((int*)((view).rings + (view).layout[58]))
-#define RING_outbox(view) ((int*)((view).rings + (view).layout[59]))
-#define RING_outbox_top_ids(view) ((int*)((view).rings + (view).layout[60]))
-#define RING_outbox_top_logprobs(view) ((float*)((view).rings + (view).layout[61]))
+#define TABLE_kept_mask(view) ((int*)((view).table + (view).layout[43]))
+#define TABLE_mask_lowest(view) ((int*)((view).table + (view).layout[44]))
+#define TABLE_mask_parts(view) ((int*)((view).table + (view).layout[45]))
+#define TABLE_finds_masks(view) ((int*)((view).table + (view).layout[46]))
+#define TABLE_counts(view) ((int*)((view).table + (view).layout[47]))
+#define TABLE_n_rows(view) ((int*)((view).table + (view).layout[48]))
+#define TABLE_row_slot(view) ((int*)((view).table + (view).layout[49]))
+#define TABLE_chosen(view) ((int*)((view).table + (view).layout[50]))
+#define TABLE_chosen_logprob(view) ((float*)((view).table + (view).layout[51]))
+#define TABLE_top_ids(view) ((int*)((view).table + (view).layout[52]))
+#define TABLE_top_logprobs(view) ((float*)((view).table + (view).layout[53]))
+#define TABLE_first_token(view) ((int*)((view).table + (view).layout[54]))
+#define TABLE_first_logprob(view) ((float*)((view).table + (view).layout[55]))
+#define TABLE_first_top_ids(view) ((int*)((view).table + (view).layout[56]))
+#define TABLE_first_top_logprobs(view) ((float*)((view).table + (view).layout[57]))
+#define TABLE_plan_hash(view) ((long long*)((view).table + (view).layout[58]))
+#define TABLE_epoch(view) ((long long*)((view).table + (view).layout[59]))
+#define TABLE_step_ns(view) ((long long*)((view).table + (view).layout[60]))
+#define RING_words(view) ((long long*)((view).rings + (view).layout[61]))
+#define RING_inbox(view) ((int*)((view).rings + (view).layout[62]))
+#define RING_outbox(view) ((int*)((view).rings + (view).layout[63]))
+#define RING_outbox_top_ids(view) ((int*)((view).rings + (view).layout[64]))
+#define RING_outbox_top_logprobs(view) ((float*)((view).rings + (view).layout[65]))
 #define PAGE_TABLE(view, slot, group) (TABLE_pages(view) + ((long long)(slot) * N_GROUPS(view) + (group)) * MAX_PAGES(view))
-#define ADMISSION_WORDS(view) ((view).layout + 62)  // int32 of one slot, of each field in turn
+#define ADMISSION_WORDS(view) ((view).layout + 66)  // int32 of one slot, of each field in turn

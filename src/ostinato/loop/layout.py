@@ -25,17 +25,19 @@ from ostinato.errors import InternalError
 from ostinato.loop.grammars import GrammarMemory
 from ostinato.loop.memory import ALIGNMENT, address_of, host_zeros, read_only
 from ostinato.options import MAX_SLOTS, SAMPLING_NUMBERS
-from ostinato.text.walk import POSITION_WORDS
+from ostinato.text.walk import MOST_KEPT, POSITION_WORDS
 
 MAX_STOP_IDS: Final = 16
 MAX_LOGIT_BIAS: Final = 512
 MAX_TOP: Final = 20
 INBOX_ENTRIES: Final = 1024
 OUTBOX_ENTRIES: Final = 65_536
+MASK_DEADLINE_NS: Final = 250_000_000
 
 Kind = Literal["int32", "int64", "float32"]
 _C: Final = {"int32": "int", "int64": "long long", "float32": "float"}
 _HEADER: Final = ("// Emitted by loop/layout.py; edit there.", "#pragma once")
+_GRAMMARS: Final = "    int* grammars;  // the grammar memory"
 # The page table of a slot for one group of layers.
 _PAGE_TABLE: Final = (
     "#define PAGE_TABLE(view, slot, group) "
@@ -223,11 +225,7 @@ class Layout:
             ("n_logprobs", "int32", (n,)),
             ("n_stop", "int32", (n,)),
             ("n_bias", "int32", (n,)),
-            (
-                "constrained",
-                "int32",
-                (n,),
-            ),  # 1: tokens are chosen under a mask; without a grammar each waits for one
+            ("constrained", "int32", (n,)),  # 1: tokens are chosen under a mask; without a grammar each waits for one
             ("grammar", "int32", (n,)),  # where it lies in the grammar memory, in words; 0: none
             ("n_ends", "int32", (n,)),  # the first of `stop_ids`: tokens that end an answer where its grammar may end
             ("ends_from", "int32", (n,)),  # tokens that must be made before a grammar's stop ids are allowed
@@ -253,7 +251,13 @@ class Layout:
             ("state", "int32", (n,)),
             ("token", "int32", (n,)),  # the next step's input
             ("made", "int32", (n,)),  # tokens generated since admission
-            ("mask_ready", "int32", (n,)),
+            ("mask_ready", "int32", (n,)),  # 0: waits for the host's mask; under a grammar: no token is allowed
+            # Of masks that blocks of a GPU find together: the place of a kept one, or -1; to which depth the walk
+            # looked at the stack; blocks that are done.
+            ("kept_mask", "int32", (n,)),
+            ("mask_lowest", "int32", (n,)),
+            ("mask_parts", "int32", (n,)),
+            ("finds_masks", "int32", (1,)),  # 1: a row of the step follows a grammar
             ("counts", "int32", (n, self.vocab)),  # how often each token was generated
             # By row, not by slot: the slots in the step, and the sampler's results for them.
             ("n_rows", "int32", (1,)),
@@ -290,8 +294,8 @@ class Layout:
 
     def header(self, page_tokens: int) -> str:
         """Offsets, sizes and numbers as C constants: what `loop/step_boundary.h` is compiled with for one engine."""
-        lines = [*_HEADER, *_numbers(), f"#define MAX_SLOTS {self.n_slots}"]
-        lines += ["struct View {", "    char *table, *admissions, *rings;", "};"]
+        lines = [*_HEADER, *_numbers(), f"#define MAX_SLOTS {self.n_slots}", "#define MASKS_BY_BLOCKS 1"]
+        lines += ["struct View {", "    char *table, *admissions, *rings;", _GRAMMARS, "};"]
         lines += [f"#define {name}(view) {value}" for name, value in self._sizes(page_tokens).items()]
         lines += [_place(arena, field, str(field.offset)) for arena, field in self._named]
         lines.append(_PAGE_TABLE)
@@ -342,7 +346,7 @@ def words_header() -> str:
     any_layout = Layout(1, 1, 1)
     lines = [*_HEADER, *_numbers(), f"#define MAX_SLOTS {MAX_SLOTS}"]
     lines += ["struct View {", "    char *table, *admissions, *rings;", "    const long long* layout;"]
-    lines += ["    int* grammars;  // the grammar memory", "};", "#define HAS_GRAMMARS 1"]
+    lines += [_GRAMMARS, "};"]
     lines.append(f"#define LAYOUT_MARK {_mark()}  // layout[0]: the words are those of this header")
     at = 1
     for name in any_layout._sizes(1):
@@ -393,7 +397,13 @@ class Tables:
 
     @property
     def addresses(self) -> tuple[int, ...]:
+        """Of the arenas, in the order in which native code takes them."""
         return tuple(address_of(arena.memory) for arena in self.arenas)
+
+    @property
+    def grammar_address(self) -> int:
+        """Of the grammar memory; 0 where there is none."""
+        return 0 if self.grammars is None else address_of(self.grammars.words)
 
 
 class SampledRows(NamedTuple):
@@ -454,6 +464,8 @@ def _numbers() -> list[str]:
         "MAX_LOGIT_BIAS": MAX_LOGIT_BIAS,
         "MAX_TOP": MAX_TOP,
         "GRAMMAR_POSITION_WORDS": POSITION_WORDS,
+        "MOST_KEPT_MASKS": MOST_KEPT,
+        "MASK_DEADLINE_NS": f"{MASK_DEADLINE_NS}LL",  # that a loop waits for a mask of the host
         "N_WORDS": len(Word),
         "N_ADMISSION_FIELDS": len(Layout(1, 1, 1).admission_fields),
     }

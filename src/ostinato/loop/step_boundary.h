@@ -10,10 +10,8 @@
 // admission, and the fence before the words are published. The rest is copying, so each thread loads what it
 // needs before it stores anything: a load behind a store waits for it.
 #pragma once
-#include "layout.h"
-#if defined(HAS_GRAMMARS)
 #include "grammar_step.h"
-#endif
+#include "layout.h"
 
 #if defined(THREAD)  // defined by the including file
 #elif defined(__CUDACC__)
@@ -24,6 +22,7 @@
 #define BOUNDARY_FN static __device__
 #define BOUNDARY_TABLE static __constant__ const
 #define UNROLLED _Pragma("unroll")
+#define NAP() __nanosleep(2000)
 #else
 #define THREAD 0
 #define N_THREADS 1
@@ -32,6 +31,7 @@
 #define BOUNDARY_FN static inline
 #define BOUNDARY_TABLE static const
 #define UNROLLED
+#define NAP()
 #endif
 
 #define FOR_EACH(i, n) for (int i = THREAD; i < (n); i += N_THREADS)
@@ -172,9 +172,7 @@ BOUNDARY_FN void commit(
         stops |= (TABLE_stop_ids(view)[slot * MAX_STOP_IDS + i] == token) & (i < n_stop);
     }
     int finish = token < 0 ? FINISH_GRAMMAR : stops ? FINISH_STOP : left <= 0 ? FINISH_LENGTH : FINISH_NONE;
-#if defined(HAS_GRAMMARS)
     if (has_grammar && finish == FINISH_NONE && !follow_grammar(view, slot, token)) finish = FINISH_GRAMMAR, token = -1;
-#endif
 
     OutboxEntry entry = entry_of(slot, generation, token, position, finish, now);
     entry.words[OUTBOX_WORD_LOGPROB] = logprob_bits;
@@ -221,13 +219,14 @@ BOUNDARY_FN void commit_step(BoundaryState& boundary, const View& view, int n_ro
     const long long head = boundary.words[WORD_OUTBOX_HEAD];
     FOR_EACH(row, n_rows) {
         const int slot = TABLE_row_slot(view)[row];
-        const int token = TABLE_chosen(view)[row], logprob_bits = ((int*)TABLE_chosen_logprob(view))[row];
+        const int chosen = TABLE_chosen(view)[row], bits = ((int*)TABLE_chosen_logprob(view))[row];
         const int position = TABLE_position(view)[slot] + 1, made = TABLE_made(view)[slot];
-        commit(view, head + row, boundary.now, slot, token, logprob_bits, position, made);
+        const bool none = allows_none(view, slot);
+        commit(view, head + row, boundary.now, slot, none ? -1 : chosen, none ? 0 : bits, position, made);
     }
     FOR_EACH(i, n_rows * MAX_TOP) {
-        int row = i / MAX_TOP;
-        if (TABLE_n_logprobs(view)[TABLE_row_slot(view)[row]] > 0) {
+        const int row = i / MAX_TOP, slot = TABLE_row_slot(view)[row];
+        if (TABLE_n_logprobs(view)[slot] > 0 && !allows_none(view, slot)) {
             const int* ids = TABLE_top_ids(view) + row * MAX_TOP;
             write_top(view, head + row, i % MAX_TOP, ids, TABLE_top_logprobs(view) + row * MAX_TOP);
         }
@@ -376,7 +375,40 @@ BOUNDARY_FN void gather_rows(BoundaryState& boundary, const View& view) {
     SYNC();
 }
 
-// --- phases 5 and 6: continue or end, and publish the words; one thread ---
+#if defined(MASKS_BY_BLOCKS)
+// --- phase 5: which rows have a mask that is kept; `step_masks.h` finds the others ---
+
+// Here and not where masks are found: one block looks while none writes. The clock counts steps, so a mask that is used
+// in this step is younger than any other, and does not give way in it.
+BOUNDARY_FN void find_kept_masks(const BoundaryState& boundary, const View& view, int clock) {
+    ONE *TABLE_finds_masks(view) = 0;
+    SYNC();
+    FOR_EACH(row, boundary.n_live) {
+        const int slot = TABLE_row_slot(view)[row];
+        if (!TABLE_grammar(view)[slot]) continue;
+        TABLE_kept_mask(view)[slot] = -1;
+        TABLE_mask_lowest(view)[slot] = position_in_grammar(view, slot)[grammar::POSITION_DEPTH];
+        kept_masks_of(automaton_of(view, slot))[grammar::KEPT_CLOCK] = clock;
+        *TABLE_finds_masks(view) = 1;
+    }
+    SYNC();
+    if (!*TABLE_finds_masks(view)) return;  // the same for all threads
+    const int* vocabulary = vocabulary_of(view);
+    FOR_EACH(i, boundary.n_live * MOST_KEPT_MASKS) {
+        const int slot = TABLE_row_slot(view)[i / MOST_KEPT_MASKS], place = i % MOST_KEPT_MASKS;
+        if (!TABLE_grammar(view)[slot]) continue;
+        const int* automaton = automaton_of(view, slot);
+        int* kept = kept_masks_of(automaton);
+        if (place >= kept[grammar::KEPT_N]) continue;
+        if (!grammar::is_mask_of(automaton, vocabulary, kept, place, position_in_grammar(view, slot))) continue;
+        grammar::kept_mask(kept, place)[grammar::MASK_USED] = clock;
+        TABLE_kept_mask(view)[slot] = place;  // of two equal masks, either
+    }
+    SYNC();
+}
+#endif
+
+// --- phases 6 and 7: continue or end, and publish the words; one thread ---
 
 // Whether a slot could step if it had its mask.
 BOUNDARY_FN bool awaits_mask(const View& view) {
@@ -431,7 +463,21 @@ BOUNDARY_FN int run_boundary(
     take_inbox(boundary, view);
     pause_and_wake(boundary, view);
     gather_rows(boundary, view);
+#if defined(MASKS_BY_BLOCKS)
+    find_kept_masks(boundary, view, (int)boundary.words[WORD_STEPS] + (n_rows > 0));
+#endif
     ONE publish(boundary, view, n_rows > 0, may_wait);
     SYNC();
     return boundary.ends == CONTINUE ? 1 : boundary.ends == AWAIT_MASK ? 2 : 0;
+}
+
+// The same for a loop that polls: while all its slots wait for masks of the host, it looks at the inbox again, until the
+// deadline. 1 if a step follows.
+BOUNDARY_FN int await_boundary(const View& view, unsigned long long plan_hash, unsigned long long epoch) {
+    const long long begun = now_ns();
+    for (long long now = begun;; now = now_ns()) {
+        const int next = run_boundary(view, plan_hash, epoch, now, now - begun < MASK_DEADLINE_NS);
+        if (next != 2) return next;
+        NAP();
+    }
 }

@@ -28,9 +28,9 @@ from ostinato.loop.layout import (
     SlotState,
     Tables,
     Word,
-    bits_of,
 )
 from ostinato.loop.sources import source
+from ostinato.text.walk import FOLDER as WALK
 
 Clock = Callable[[], int]
 
@@ -116,9 +116,7 @@ class StepBoundary:
                 ends = End.YIELD
             elif n_live == 0:
                 ends = End.IDLE
-        if ends is None:
-            self._find_allowed()
-        else:
+        if ends is not None:
             self._table.n_rows[0] = 0  # the step boundary of the next trigger must not commit this step again
 
         words[Word.OUTBOX_HEAD] = head
@@ -160,14 +158,13 @@ class StepBoundary:
         for row in range(n_rows):
             slot = table.row_slot[row]
             table.position[slot] += 1
-            if table.grammar[slot] and not self._mask_bits[slot].any():
-                self._choose_none(row)
-            self._commit(slot, self._step, row, head + row)
+            self._commit(slot, self._step, row, head + row, none=table.grammar[slot] and not table.mask_ready[slot])
         return int(n_rows > 0), head + n_rows
 
-    def _commit(self, slot: int, choices: _Choices, at: int, head: int) -> None:
-        """Make the sampled token the slot's next token; the slot's position is already that of the token."""
-        table, token = self._table, choices.token[at]
+    def _commit(self, slot: int, choices: _Choices, at: int, head: int, *, none: bool = False) -> None:
+        """Make the sampled token the slot's next token; the slot's position is already that of the token. `none`: its
+        grammar allows no token, and none was chosen."""
+        table, token = self._table, -1 if none else choices.token[at]
         table.made[slot] += 1
         table.left[slot] -= 1
         if table.constrained[slot] and not table.grammar[slot]:
@@ -186,8 +183,8 @@ class StepBoundary:
             table.counts[slot, token] += 1
         if finish:
             table.state[slot] = SlotState.FINISHED
-        self._write(head, slot, token, finish, choices.logprob_bits[at])
-        if table.n_logprobs[slot] > 0:
+        self._write(head, slot, token, finish, 0 if none else choices.logprob_bits[at])
+        if table.n_logprobs[slot] > 0 and not none:
             place = head % self._layout.outbox_entries
             self._outbox_top_ids[place] = choices.top_ids[at]
             self._outbox_top_logprobs[place] = choices.top_logprobs[at]
@@ -271,40 +268,6 @@ class StepBoundary:
     def _room(self, head: int, read: int) -> int:
         return self._layout.outbox_entries - (head - read)
 
-    # --- grammars: the twin of grammar_step.h, whose masks are found when a step samples ---
-
-    def _find_allowed(self) -> None:
-        """Find the tokens that may come next in every row under a grammar."""
-        table = self._table
-        for row in range(table.n_rows[0]):
-            slot = table.row_slot[row]
-            if table.grammar[slot]:
-                assert self._grammars is not None
-                bits = self._mask_bits[slot]
-                if self._grammars.allowed(table.grammar[slot], self._grammar_positions[slot], bits):
-                    bits |= self._bits(slot, table.n_ends[slot])
-                self._ban_ends(slot, bits)
-
-    def _choose_none(self, row: int) -> None:
-        """As the native loop's sampler leaves a row whose grammar allows no token."""
-        self._table.chosen[row], self._table.chosen_logprob[row] = -1, 0.0
-        self._step.top_ids[row], self._step.top_logprobs[row] = 0, 0.0
-
-    def _ban_ends(self, slot: int, bits: np.ndarray) -> None:
-        """While fewer than `ends_from` tokens were made, stop ids are banned; with `ends_ignored`, end tokens always
-        are. A ban is lifted where it would leave no token."""
-        table = self._table
-        is_short = table.made[slot] < table.ends_from[slot]
-        n_unwanted = table.n_stop[slot] if is_short else table.n_ends[slot] if table.ends_ignored[slot] else 0
-        others = bits & ~self._bits(slot, n_unwanted)
-        if others.any():
-            bits[:] = others
-
-    def _bits(self, slot: int, n: int) -> np.ndarray:
-        """Of the first n stop ids of a slot."""
-        ids = (self._table.stop_ids[slot, i] for i in range(n))
-        return bits_of((id for id in ids if 0 <= id < 32 * self._layout.mask_words), self._layout.mask_words)
-
     # --- phases 3 and 4: which slots are in the next step ---
 
     def _pause_and_wake(self) -> None:
@@ -326,5 +289,7 @@ class StepBoundary:
 
 
 def native_headers(layout: Layout, page_tokens: int) -> dict[str, str]:
-    """The headers that `step_boundary.cu` includes, by name, for these sizes."""
-    return {"layout.h": layout.header(page_tokens), "step_boundary.h": source("step_boundary.h")}
+    """The headers that a GPU's step boundary and masks include, by name, for these sizes."""
+    names = ("step_boundary.h", "grammar_step.h", "step_masks.h")
+    walk = {name: (WALK / name).read_text("utf-8") for name in ("grammar_walk.h", "grammar_masks.h")}
+    return {"layout.h": layout.header(page_tokens), **{name: source(name) for name in names}, **walk}

@@ -28,7 +28,7 @@ from ostinato.text.program import TOOK_TOO_LONG, Program, TookTooLong
 from ostinato.text.schema import followable
 from ostinato.text.schema_program import ascii_classes, schema_node
 from ostinato.text.walk import FOLDER as WALK
-from ostinato.text.walk import POSITION_WORDS
+from ostinato.text.walk import MOST_KEPT, POSITION_WORDS
 
 SOURCES: Final = Path(__file__).parent / "src"
 SOURCE: Final = "automaton.cpp"
@@ -36,7 +36,6 @@ BUILT: Final = Path(__file__).parent / "built"  # a wheel's object
 MAX_STATES: Final = 32_768
 MAX_WORDS: Final = 1 << 20  # four megabytes
 MAX_MS: Final = 500
-MOST_KEPT: Final = 64  # masks of one grammar
 
 AUTOMATON_WORDS: Final = 1  # the word of an automaton that says how long it is
 _HEADER_STATES, _HEADER_DEPTH = 2, 7

@@ -28,9 +28,10 @@ from ostinato import build
 from ostinato.backends.tape.start import SOURCES
 from ostinato.errors import HardwareCannot
 from ostinato.loop import sources
+from ostinato.text import walk
 
 HERE: Final = Path(__file__).parent
-FOLDERS: Final = (SOURCES, sources.FOLDER, HERE)
+FOLDERS: Final = (SOURCES, sources.FOLDER, walk.FOLDER, HERE)
 
 # A kernel reads its memory as whatever type it likes, as on the card; but what the card would not do, or would do
 # otherwise, is trapped: words that are not aligned, shifts by more than a word, places out of an array.

@@ -222,3 +222,28 @@ DEVICE u32 atomic_add_shared(u32* place, u32 value, CALLER) {
 
 long long timer_ns();
 DEVICE void relax(CALLER) { emulator::poll(HERE("relax")); }
+DEVICE void nap(CALLER) { emulator::poll(HERE("nap")); }
+
+// --- what loop/step_masks.h needs of a GPU ---
+
+#define VOTES(vote) votes(vote)
+#define POPULATION(word) __builtin_popcount(word)
+#define ADD_SHARED(place, value) atomic_add_shared((u32*)(place), (u32)(value))
+DEVICE void lower(int* place, int value, CALLER) {
+    emulator::maybe_pass(HERE("lower"));
+    if (value < *place) *place = value;
+}
+#define LOWER(place, value) lower(place, value)
+DEVICE int add_in_order(int* place, int value, CALLER) {
+    emulator::maybe_pass(HERE("add_in_order"));
+    const int before = *place;
+    *place = before + value;
+    return before;
+}
+DEVICE bool try_lock(int* lock, CALLER) {
+    emulator::maybe_pass(HERE("try_lock"));
+    const bool was_free = *lock == 0;
+    *lock = 1;
+    return was_free;
+}
+DEVICE void unlock(int* lock) { *lock = 0; }

@@ -11,6 +11,7 @@ from ostinato.backends.torch.kernels import Kernels
 def triton_kernels(chip: Chip) -> Kernels:
     """With tiles and stages that fit the chip. Imported only where they run."""
     from ostinato.backends.cuda.launch import compile_as
+    from ostinato.backends.cuda.masks import bind_masks
     from ostinato.backends.cuda.triton.activation import bind_activate, bind_gated
     from ostinato.backends.cuda.triton.add_norm import bind_add_norm
     from ostinato.backends.cuda.triton.attend import attend_workspace, bind_attend
@@ -37,6 +38,7 @@ def triton_kernels(chip: Chip) -> Kernels:
         route=bind_route,
         experts_gate_up=partial(bind_experts_gate_up, chip=chip),
         experts_down=partial(bind_experts_down, chip=chip),
+        masks=partial(bind_masks, chip=chip),
         sample=bind_sample,
         attend_workspace=attend_workspace,
         sample_workspace=sample_workspace,

@@ -28,6 +28,7 @@ from ostinato.backends.cuda.mixers import (
     with_factor,
 )
 from ostinato.backends.torch.allocate import zeros
+from ostinato.backends.torch.arrays import as_tensor
 from ostinato.backends.torch.kernels import Kernels
 from ostinato.backends.torch.kv_store import ValuesInKeys
 from ostinato.backends.torch.model import Model
@@ -505,6 +506,10 @@ class FusedPlan:
         self._product("head", "head", given, model.head, s.logits, norm=norm, softcap=cap)
 
     def _sample(self) -> None:
+        if self._tables.grammars is not None:
+            self._buffers["grammars"] = as_tensor(self._tables.grammars.words)
+            used = ("table", "grammars")
+            self._add("masks", "masks", self._kernels.masks(self._tables), used, used)
         given = self.step.logits, self._table, self._sample_workspace, SampledRows.of(self._table)
         launches = self._kernels.sample(*given, n_tokens=self._n_tokens)
         scratch = tuple(name for name in self._buffers if name.startswith("sample.workspace"))

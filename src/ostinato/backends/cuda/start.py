@@ -116,7 +116,9 @@ class CudaStart(Launched):
 
     @property
     def _boundary_arguments(self) -> tuple[Any, ...]:
-        return (*self._tables.addresses, np.uint64(self._plan.hash), np.uint64(self.executable))
+        tables = self._tables
+        hashes = np.uint64(self._plan.hash), np.uint64(self.executable)
+        return *tables.addresses, tables.grammar_address, *hashes
 
     def _run_boundary(self) -> None:
         """Launch the step boundary on the loop's stream."""
@@ -211,6 +213,8 @@ class CudaStart(Launched):
 
     def _on(self, stream: torch.cuda.Stream, job: Callable[[], None]) -> EventWork:
         with torch.inference_mode(), torch.cuda.stream(stream):
+            if self._tables.grammars is not None:
+                self._tables.grammars.flush()  # the admission that names a new one comes after this job
             job()
             event = self._pool.event()
             event.record(stream)

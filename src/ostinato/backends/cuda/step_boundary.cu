@@ -7,16 +7,18 @@ cudaGraphSetConditional(cudaGraphConditionalHandle handle, unsigned int value);
 
 // For the modes in which the host paces the steps: it reads GO.
 extern "C" __global__ void __launch_bounds__(128)
-step_boundary(char* table, char* admissions, char* rings, unsigned long long plan_hash, unsigned long long epoch) {
-    run_boundary(View{table, admissions, rings}, plan_hash, epoch, now_ns());
+step_boundary(
+    char* table, char* admissions, char* rings, int* grammars, unsigned long long plan_hash, unsigned long long epoch
+) {
+    run_boundary(View{table, admissions, rings, grammars}, plan_hash, epoch, now_ns());
 }
 
 // For the WHILE graph: the body runs again while the condition is set.
 extern "C" __global__ void __launch_bounds__(128)
 boundary_loop(
-    char* table, char* admissions, char* rings, unsigned long long plan_hash, unsigned long long epoch,
+    char* table, char* admissions, char* rings, int* grammars, unsigned long long plan_hash, unsigned long long epoch,
     cudaGraphConditionalHandle handle
 ) {
-    int go = run_boundary(View{table, admissions, rings}, plan_hash, epoch, now_ns());
+    int go = await_boundary(View{table, admissions, rings, grammars}, plan_hash, epoch);
     ONE cudaGraphSetConditional(handle, go);
 }

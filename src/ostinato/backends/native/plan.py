@@ -303,7 +303,7 @@ class NativeStep:
             view=_NativeView(
                 *tables.addresses,
                 kept.array(tables.layout.words(PAGE_TOKENS)),
-                None if tables.grammars is None else address_of(tables.grammars.words),
+                tables.grammar_address or None,
             ),
             layers=kept.structs(_Layer, [self._layer(layer, shape, memory, ropes) for layer in model.layers]),
             ropes=kept.structs(_Rope, [self._rope(rope, model.frequencies[rope]) for rope in ropes]),

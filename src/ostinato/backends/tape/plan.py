@@ -34,6 +34,7 @@ from ostinato.backends.tape.partition import (
 )
 from ostinato.backends.tape.tape_weight import Tape, TapeWeight
 from ostinato.backends.torch.allocate import zeros
+from ostinato.backends.torch.arrays import as_tensor
 from ostinato.backends.torch.kv_types import KV_DTYPES
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
@@ -75,7 +76,7 @@ _TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 # --- the structs of backends/tape/src/parts.h ---
 
 
-_ARENAS: Final = ("table", "admissions", "rings")
+_VIEW: Final = ("table", "admissions", "rings", "grammars")
 _POINTERS: Final = (
     *("tape", "tape_at", "segments", "norms", "qkv_bias", "qk_norms"),
     *("frequencies", "embedding", "caches", "windows", "groups"),
@@ -85,7 +86,7 @@ _POINTERS: Final = (
 
 
 class _TapeView(Structure):
-    _fields_ = tuple((name, c_void_p) for name in _ARENAS)
+    _fields_ = tuple((name, c_void_p) for name in _VIEW)
 
 
 class Argument(Structure):
@@ -284,7 +285,7 @@ class TapeSizes:
         """Of `struct Shared`, to the place where the ring begins."""
         compute_warps = self.grid.n_compute_warps
         sum_rows = 4 if self.n_slots <= 4 else 8
-        words = 2 + compute_warps * self.grid.tiles_at_once * 16 * sum_rows + (compute_warps * 4 + 3) * self.n_slots
+        words = 3 + compute_warps * self.grid.tiles_at_once * 16 * sum_rows + (compute_warps * 4 + 3) * self.n_slots
         words += 2 * self.residual_tiles * 16 * self.n_slots + 4 * self.n_segments
         return _whole(_whole(GATES_BYTES * self.n_stages + self.attention_plan_bytes + 4 * words, 8), 128)
 
@@ -454,7 +455,7 @@ class TapeStep:
         self.written = tuple(between)
         self._caches(model, memory)
         self._device, self._notes_times = model.device, False
-        self._arenas = {name: getattr(tables, name).memory for name in _ARENAS}
+        self._viewed = viewed_memory(tables)
         self.argument = self._argument(tables)
         self.n_plain_bytes = sum(b.n_bytes for b in without_repeats(_weight_buffers(model)))  # what prompts could read
         self.n_scratch_bytes = scratch_elements(model) * model.dtype.itemsize
@@ -502,9 +503,9 @@ class TapeStep:
         expected = {name: _address(name, tensor, self._device) for name, tensor in self.buffers.items()}
         if not self._notes_times:
             expected["clock"] = 0
-        expected |= {f"view.{name}": _address(name, memory, memory.device) for name, memory in self._arenas.items()}
+        expected |= {f"view.{name}": _address(name, memory, memory.device) for name, memory in self._viewed.items()}
         given = {name: getattr(self.argument, name) for name in _POINTERS}
-        given |= {f"view.{name}": getattr(self.argument.view, name) for name in self._arenas}
+        given |= {f"view.{name}": getattr(self.argument.view, name) for name in _VIEW}
         for name, address in given.items():
             if (address or 0) != expected.get(name, 0):
                 raise BadPointer(
@@ -564,7 +565,7 @@ class TapeStep:
             "attended": (2, n, heads.out_width // 2),
             "inside": (2, n, s.widest_ff // 2),
             "summaries": (n, n_blocks, SUMMARY_WORDS),
-            "marks": (n_blocks + n + 1,),
+            "marks": (n_blocks + 2 * n + 1,),
             "clock": (n_blocks, n_clocked(s)),
         }
         made = {name: zeros(shape, torch.int64, device) for name, shape in words.items()}
@@ -581,11 +582,21 @@ class TapeStep:
         self.buffers["groups"] = torch.tensor([*memory.group_of.values()], dtype=torch.int32, device=model.device)
 
     def _argument(self, tables: Tables) -> Argument:
-        argument = Argument(_TapeView(*tables.addresses))
+        argument = Argument(_TapeView(*tables.addresses, tables.grammar_address or None))
         for name, tensor in self.buffers.items():
             setattr(argument, name, tensor.data_ptr())
         argument.clock = None  # marks cost a little: `note_times` turns them on
         return argument
+
+
+def viewed_memory(tables: Tables) -> dict[str, Tensor]:
+    """What the kernel has of the tables, by name: the arenas, and the grammar memory where there is one."""
+    grammars = {} if tables.grammars is None else {"grammars": as_tensor(tables.grammars.words)}
+    return {
+        "table": tables.table.memory,
+        "admissions": tables.admissions.memory,
+        "rings": tables.rings.memory,
+    } | grammars
 
 
 def _address(name: str, tensor: Tensor, device: torch.device) -> int:
@@ -596,13 +607,13 @@ def _address(name: str, tensor: Tensor, device: torch.device) -> int:
 def tape_plan(model: Model, memory: PagedMemory, tables: Tables, step: TapeStep) -> Plan:
     """Everything that the kernel reads and writes, as one node: it runs the whole step. Its text says how many bytes
     the tape has, and what prompts read. `model` is the step's own."""
-    arenas = {"table": tables.table, "admissions": tables.admissions, "rings": tables.rings}
-    own = [Buffer.of(name, arena.memory) for name, arena in arenas.items()]
+    viewed = viewed_memory(tables)
+    own = [Buffer.of(name, memory) for name, memory in viewed.items()]
     own += [Buffer.of(name, tensor) for name, tensor in step.buffers.items()]
     kept = [Buffer.of(name, tensor) for name, tensor in memory_tensors(memory)]
     known = {buffer.address for buffer in own}
     plain = [b for b in without_repeats(_weight_buffers(model)) if b.address not in known]
-    written = ("table", "rings", *step.written, *(buffer.name for buffer in kept))
+    written = (*(name for name in viewed if name != "admissions"), *step.written, *(buffer.name for buffer in kept))
     read = (*written, "admissions", *(name for name in step.buffers if name not in step.written))
     node = Node("step", "tape", _run_whole, read, written, step.n_bytes, 1)
     constants = f"{step.header}tape of {step.n_bytes} bytes for {step.sizes.grid.n_blocks} blocks; {step.prompts}"

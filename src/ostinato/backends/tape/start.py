@@ -26,6 +26,7 @@ from ostinato.loop.layout import Layout, Tables
 from ostinato.loop.plan import Plan
 from ostinato.loop.sources import source
 from ostinato.loop.start import next_executable
+from ostinato.loop.step_boundary import native_headers
 
 SOURCES: Final = Path(__file__).parent / "src"
 
@@ -33,11 +34,7 @@ SOURCES: Final = Path(__file__).parent / "src"
 def tape_headers(shape_header: str, layout: Layout, page_tokens: int) -> dict[str, str]:
     """What `tape.cu` includes, by name."""
     own = {path.name: path.read_text("utf-8") for path in sorted(SOURCES.glob("*.h"))}
-    return own | {
-        **{name: source(name) for name in ("step_boundary.h", "philox.h")},
-        "layout.h": layout.header(page_tokens),
-        "shape.h": shape_header,
-    }
+    return own | native_headers(layout, page_tokens) | {"philox.h": source("philox.h"), "shape.h": shape_header}
 
 
 def tape_source() -> str:

@@ -31,6 +31,7 @@ from ostinato.backends.torch.ops.runs import (
     ssd_runs_torch,
 )
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
+from ostinato.loop.grammars import find_masks
 
 Launch = Callable[[], object]  # its result is ignored
 Bind = Callable[..., Launch]
@@ -53,6 +54,7 @@ class Kernels:
     route: Bind
     experts_gate_up: Bind
     experts_down: Bind
+    masks: Bind
     sample: Callable[..., Sequence[tuple[str, Launch]]]  # several launches, by name
     attend_workspace: Callable[..., Any]
     sample_workspace: Callable[..., Any]
@@ -93,6 +95,7 @@ def twin_kernels() -> Kernels:
         route=partial(partial, route_rows_torch),
         experts_gate_up=partial(partial, experts_gate_up_torch),
         experts_down=partial(partial, experts_down_torch),
+        masks=partial(partial, find_masks),
         sample=sample,
         attend_workspace=lambda *_: None,
         sample_workspace=lambda *_: None,

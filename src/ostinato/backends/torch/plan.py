@@ -18,6 +18,7 @@ from ostinato.backends.torch.arrays import as_tensor
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
 from ostinato.backends.torch.paged import PagedMemory, RowMemory
+from ostinato.loop.grammars import find_masks
 from ostinato.loop.layout import SampledRows, Tables
 from ostinato.loop.memory import memory_in
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
@@ -48,6 +49,10 @@ class TorchStep:
             run = partial(self.layer, layer)
             nodes.append(Node(f"layer.{number}", "layer", run, ("table", *changed), changed, bytes_in(layer)))
         nodes.append(Node("head", "head", self.head, ("x",), ("logits",), bytes_in(model.head)))
+        if tables.grammars is not None:
+            buffers.append(Buffer.of("grammars", as_tensor(tables.grammars.words)))
+            used = ("table", "grammars")
+            nodes.append(Node("masks", "masks", partial(find_masks, tables), used, used))
         given = self.logits, self._table, SampledRows.of(self._table)
         sample = partial(sample_step_torch, *given, n_tokens=self._n_tokens)
         nodes.append(Node("sample", "sample", sample, ("logits", "table"), ("table",)))

@@ -1,23 +1,49 @@
 """The tables of the loop as tensors: what plans and prompts in torch, and a GPU's kernels, are given."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from ostinato.backends.torch import read_only as read_only  # registers how tensors are shown to the host
 from ostinato.backends.torch.allocate import pinned_zeros
+from ostinato.loop.grammars import GrammarMemory
 from ostinato.loop.layout import Kind, Layout, Tables
 
 
+class DeviceGrammars(GrammarMemory):
+    """Grammars in a GPU's memory. What is written waits for `flush`, which copies it on the stream that is current: a
+    loop that runs meanwhile reads only regions that an admission has named, and that comes later."""
+
+    def __init__(self, n_bytes: int, mask_words: int, device: torch.device) -> None:
+        self._device, self._unsent = device, list[tuple[int, np.ndarray]]()
+        super().__init__(n_bytes, mask_words)
+
+    def _memory(self, n_words: int) -> Tensor:
+        return torch.zeros(n_words, dtype=torch.int32, device=self._device)
+
+    def _write(self, first: int, words: np.ndarray) -> None:
+        self._unsent.append((first, words))
+
+    def flush(self) -> None:
+        for first, words in self._unsent:
+            self.words[first : first + len(words)].copy_(torch.from_numpy(words), non_blocking=True)
+        self._unsent.clear()
+
+
 def tensor_tables(layout: Layout, device: torch.device, grammar_bytes: int = 0) -> Tables:
-    """Zeroed tables: the table on the device, admissions and rings where both sides reach them. On the CPU with memory
-    for so many bytes of grammars."""
+    """Zeroed tables, and memory for so many bytes of grammars: table and grammars on the device, admissions and rings
+    where both sides reach them."""
     if device.type == "cpu":
         return as_tensors(Tables.of(layout, grammar_bytes))
     own, *mapped = layout.n_bytes
     table = torch.zeros(own, dtype=torch.uint8, device=device)
     pinned = [pinned_zeros((n_bytes,), torch.uint8, "the rings between host and GPU") for n_bytes in mapped]
-    return Tables.over(layout, [table, *pinned], dtype_of)
+    made = Tables.over(layout, [table, *pinned], dtype_of)
+    return replace(made, grammars=DeviceGrammars(grammar_bytes, layout.mask_words, device) if grammar_bytes else None)
 
 
 def as_tensors(tables: Tables) -> Tables:

@@ -648,7 +648,7 @@ int* grammar_vocabulary(const char* bytes, const int* ends, const uint8_t* speci
 
 void grammar_begin(const int* a, int* position) {
   Walk w;
-  begin(w, a[HEADER_START], 0, 0, position + POSITION_STACK);
+  begin(w, a[HEADER_START], 0, 0, nullptr, nullptr);
   settle(a, w);
   store(w, position);
 }
@@ -656,16 +656,17 @@ void grammar_begin(const int* a, int* position) {
 int grammar_take(const int* a, const int* v, int* position, int token) { return advance(a, v, position, token); }
 
 int grammar_take_byte(const int* a, int* position, int byte) {
+  Entries own;
   Walk w;
-  begin_at(w, position);
+  begin_at(w, position, own.words);
   if (!take_byte(a, w, byte)) return 0;
   store(w, position);
   return 1;
 }
 
 int grammar_ends(const int* a, const int* position) {
-  Walk w{};
-  begin_at(w, position);
+  Walk w;
+  begin_at(w, position, nullptr);
   return ends(a, w);
 }
 

@@ -3,7 +3,8 @@
 // A mask depends on the state, on a counter that a token can bring to its limit, and on the entries of the stack that
 // the walk looked at. Most states allow few tokens, and their walk is shorter than a search of many kept masks; inside
 // of strings nearly every token is allowed, and such masks are few. The memory holds indices and no addresses, so that
-// it may lie beside its automaton wherever that is. One thread at a time may call `find_kept` or `keep`.
+// it may lie beside its automaton wherever that is. One thread at a time may call `find_kept` or `keep`; how the blocks
+// of a GPU share them is in loop/step_masks.h.
 #ifndef OSTINATO_GRAMMAR_MASKS_H
 #define OSTINATO_GRAMMAR_MASKS_H
 
@@ -19,6 +20,7 @@ enum KeptWord {
   KEPT_N,      // how many there are
   KEPT_BITS,   // words of one mask
   KEPT_CLOCK,  // counts uses
+  KEPT_LOCK,   // 1 while a block of a GPU writes a mask
   KEPT_SIZE
 };
 
@@ -38,6 +40,7 @@ GRAMMAR_FUNCTION void begin_kept(int* kept, int n_words, int most) {
   kept[KEPT_N] = 0;
   kept[KEPT_BITS] = n_words;
   kept[KEPT_CLOCK] = 0;
+  kept[KEPT_LOCK] = 0;
 }
 
 // A counter, or -1 where no token can bring it to its limit.
@@ -79,32 +82,49 @@ GRAMMAR_FUNCTION unsigned age_of(int* kept, int place) {
   return unsigned(kept[KEPT_CLOCK]) - unsigned(kept_mask(kept, place)[MASK_USED]);
 }
 
+// Whether the mask at a place is that of a position.
+GRAMMAR_FUNCTION bool is_mask_of(const int* a, const int* v, int* kept, int place, const int* position) {
+  int* mask = kept_mask(kept, place);
+  return mask[MASK_STATE] == position[POSITION_STATE] && match_key(a, v, mask, position, false);
+}
+
 // The kept mask of a position, or null.
 GRAMMAR_FUNCTION const unsigned* find_kept(const int* a, const int* v, int* kept, const int* position) {
   for (int place = 0; place < kept[KEPT_N]; ++place) {
+    if (!is_mask_of(a, v, kept, place, position)) continue;
     int* mask = kept_mask(kept, place);
-    if (mask[MASK_STATE] != position[POSITION_STATE] || !match_key(a, v, mask, position, false)) continue;
     mask[MASK_USED] = tick(kept);
     return reinterpret_cast<const unsigned*>(mask + MASK_BITS);
   }
   return nullptr;
 }
 
+// Where a further mask is kept: a free place, or that of the mask that was used least recently.
+GRAMMAR_FUNCTION int place_to_keep(int* kept) {
+  if (kept[KEPT_N] < kept[KEPT_MOST]) return kept[KEPT_N]++;
+  int place = 0;
+  for (int i = 1; i < kept[KEPT_N]; ++i) {
+    if (age_of(kept, i) > age_of(kept, place)) place = i;
+  }
+  return place;
+}
+
+// Say of which position the mask at a place is. `lowest`: to which depth its walk looked at the stack.
+GRAMMAR_FUNCTION void set_position(const int* a, const int* v, int* kept, int place, const int* position, int lowest) {
+  int* mask = kept_mask(kept, place);
+  mask[MASK_STATE] = position[POSITION_STATE];
+  mask[MASK_BELOW] = position[POSITION_DEPTH] - lowest;
+  match_key(a, v, mask, position, true);
+}
+
 // Keep a mask that `find_mask` found, in place of the one that was used least recently where there is no more room.
 // `lowest`: what `find_mask` returned.
 GRAMMAR_FUNCTION void keep(const int* a, const int* v, int* kept, const int* position, int lowest, const unsigned* bits) {
   if (kept[KEPT_MOST] == 0 || find_kept(a, v, kept, position)) return;  // another thread may have kept it
-  int place = kept[KEPT_N] < kept[KEPT_MOST] ? kept[KEPT_N]++ : 0;
-  if (place == 0) {
-    for (int i = 1; i < kept[KEPT_N]; ++i) {
-      if (age_of(kept, i) > age_of(kept, place)) place = i;
-    }
-  }
+  int place = place_to_keep(kept);
   int* mask = kept_mask(kept, place);
-  mask[MASK_STATE] = position[POSITION_STATE];
-  mask[MASK_BELOW] = position[POSITION_DEPTH] - lowest;
+  set_position(a, v, kept, place, position, lowest);
   mask[MASK_USED] = tick(kept);
-  match_key(a, v, mask, position, true);
   for (int word = 0; word < kept[KEPT_BITS]; ++word) mask[MASK_BITS + word] = int(bits[word]);
 }
 

@@ -51,26 +51,33 @@ enum EdgeBits { COUNT_ADD = 1, COUNT_ONE = 2, EDGE_CALL = 4 };  // above low and
 enum TokenEdgeWord { TOKEN_ID, TOKEN_TARGET, TOKEN_EDGE_SIZE };
 
 // A position: state, counter, and the open calls (two words each: return word, and the caller's counter). Entries of
-// the stack below `low` are those of `base`, which is only read; a walk writes its own.
+// the stack below `low` are those of `base`, which is only read; others are in `own`, which a walk that takes bytes
+// writes, and which may be null for one that does not.
 struct Walk {
   int state;
   int counter;
   int depth;
   int low;
   const int* base;
+  int* own;
   int pushed, old_return, old_counter;  // what the last byte overwrote in `own`, so that it can be undone; or -1
-  int own[2 * MAX_DEPTH];
+};
+
+// What `own` points to, unless a walk writes to a position itself.
+struct Entries {
+  int words[2 * MAX_DEPTH];
 };
 
 GRAMMAR_FUNCTION const int* state_at(const int* a, int state) {
   return a + a[HEADER_STATES_AT] + state * STATE_SIZE;
 }
 
-GRAMMAR_FUNCTION void begin(Walk& w, int state, int counter, int depth, const int* stack) {
+GRAMMAR_FUNCTION void begin(Walk& w, int state, int counter, int depth, const int* stack, int* own) {
   w.state = state;
   w.counter = counter;
   w.depth = w.low = depth;
   w.base = stack;
+  w.own = own;
 }
 
 GRAMMAR_FUNCTION int stack_word(const Walk& w, int word) { return word >= 2 * w.low ? w.own[word] : w.base[word]; }
@@ -186,8 +193,9 @@ constexpr int MAX_TOKEN_BYTES = 255;
 enum PositionWord { POSITION_STATE, POSITION_COUNTER, POSITION_DEPTH, POSITION_STACK };
 constexpr int POSITION_WORDS = POSITION_STACK + 2 * MAX_DEPTH;
 
-GRAMMAR_FUNCTION void begin_at(Walk& w, const int* position) {
-  begin(w, position[POSITION_STATE], position[POSITION_COUNTER], position[POSITION_DEPTH], position + POSITION_STACK);
+GRAMMAR_FUNCTION void begin_at(Walk& w, const int* position, int* own) {
+  const int* stack = position + POSITION_STACK;
+  begin(w, position[POSITION_STATE], position[POSITION_COUNTER], position[POSITION_DEPTH], stack, own);
 }
 
 GRAMMAR_FUNCTION void store(const Walk& w, int* position) {
@@ -211,10 +219,23 @@ GRAMMAR_FUNCTION bool take_token(const int* a, const int* v, Walk& w, int token)
 
 // Advance a position by a token; false, and the position as it was, if it is not allowed.
 GRAMMAR_FUNCTION bool advance(const int* a, const int* v, int* position, int token) {
+  Entries own;
   Walk w;
-  begin_at(w, position);
+  begin_at(w, position, own.words);
   if (!take_token(a, v, w, token)) return false;
   store(w, position);
+  return true;
+}
+
+// The same without entries of its own; false, and the position of no further use, if the token is not allowed.
+GRAMMAR_FUNCTION bool advance_in_place(const int* a, const int* v, int* position, int token) {
+  Walk w;
+  begin_at(w, position, position + POSITION_STACK);
+  w.low = 0;
+  if (!take_token(a, v, w, token)) return false;
+  position[POSITION_STATE] = w.state;
+  position[POSITION_COUNTER] = w.counter;
+  position[POSITION_DEPTH] = w.depth;
   return true;
 }
 
@@ -245,8 +266,9 @@ GRAMMAR_FUNCTION int find_mask(const int* a, const int* v, const int* position, 
   for (int word = 0; word < n_words; ++word) bits[word] = 0;
   const int* nodes = v + v[VOCABULARY_NODES_AT];
   const int* same = v + v[VOCABULARY_SAME_AT];
+  Entries own;
   Walk w;
-  begin_at(w, position);
+  begin_at(w, position, own.words);
   Before before[MAX_TOKEN_BYTES + 1];
   int level = 0, lowest = w.depth, n = v[VOCABULARY_NODES];
   *visited = 0;
@@ -269,7 +291,7 @@ GRAMMAR_FUNCTION int find_mask(const int* a, const int* v, const int* position, 
     for (int token = node[NODE_TOKEN]; token >= 0; token = same[token]) set_bit(bits, n_words, token);
     ++at;
   }
-  begin_at(w, position);  // special tokens, here and behind every call that may return here
+  begin_at(w, position, own.words);  // special tokens, here and behind every call that may return here
   for (;;) {
     const int* s = state_at(a, w.state);
     const int* edges = a + a[HEADER_TOKEN_EDGES_AT] + s[STATE_TOKEN_EDGES] * TOKEN_EDGE_SIZE;

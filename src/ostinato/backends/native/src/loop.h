@@ -28,8 +28,6 @@ constexpr int FEW_ROWS = 2;          // so few rows are prepared by every member
 constexpr int MOST_PARTS = 4;        // matrices above one another that are one product: q, k and v; gate and up
 // At most this long between two wakes of the host while only tokens were produced.
 constexpr long long WAKE_INTERVAL_NS = 16'000'000;
-// How long the loop waits for a mask of the host before it ends; the next mask then triggers it anew.
-constexpr long long MASK_DEADLINE_NS = 250'000'000;
 constexpr int ROWS_TOGETHER = 16;    // of a chunk, whose heads a member takes at once
 constexpr int CHANNELS_TOGETHER = 256;  // of a recurrent block, that a member takes at once
 
@@ -1359,7 +1357,7 @@ struct Loop : ForwardPass {
         for (int row = m.me; row < n_rows; row += m.n) {
             const int slot = slot_of(row);
             if (TABLE_grammar(plan.view)[slot] && !find_allowed(plan.view, slot, kept_masks)) {
-                choose_none(plan.view, row);
+                TABLE_mask_ready(plan.view)[slot] = 0;
                 continue;
             }
             sample_row(plan.view, plan.logits + size_t(row) * plan.head.rows, row, slot, false, plan.n_tokens,

@@ -266,6 +266,7 @@ DEVICE long long timer_ns() {
     return now;
 }
 DEVICE void relax() {}
+DEVICE void nap() { __nanosleep(2000); }  // while a loop waits for the host
 #define FIRST_CHECK 16
 #define POLLS_PER_CHECK 256
 

@@ -68,7 +68,8 @@ struct Tape {
     u64* attended;                  // [2][MAX_ROWS][QUERY_COLUMNS / 2] pairs
     u64* inside;                // [2][MAX_ROWS][FF / 2] pairs
     u64* summaries;             // [MAX_ROWS][N_BLOCKS][SUMMARY_WORDS]: of a block's logits; see sampling.h
-    u64* marks;                 // [N_BLOCKS] whose writes lie in memory, [MAX_ROWS] rows that are chosen, [1] the step boundary
+    u64* marks;                 // [N_BLOCKS] whose writes lie in memory, [MAX_ROWS] rows that are chosen, [1] the step boundary,
+                                // [MAX_ROWS] rows whose masks are found
     float* logits;              // [MAX_ROWS][vocab]
     float* scaled;              // [MAX_ROWS][vocab]: the logits that sampling reads, after penalties and temperature
     State* state;
@@ -91,6 +92,7 @@ struct Shared {
     float scale[MAX_ROWS];                                     // of each row's norm
     float residual[2][RESIDUAL_TILES * 16 * MAX_ROWS];         // what `output` and `down` add to, [tile][r][row]
     int slot[MAX_ROWS], position[MAX_ROWS];                    // of the step's rows; receive_normed of layer 0 sets them
+    u32 masked_at;                                             // the tag at which the step's masks were found
 };
 
 // The state of a compute thread.
@@ -103,6 +105,12 @@ struct ComputeThread {
     u16* activations;        // [rows][columns + ROW_PADDING], or int8 of the same bytes
     Shared* shared;
 };
+
+DEVICE u64* mask_mark(const Tape& tape, int row) { return tape.marks + N_BLOCKS + MAX_ROWS + 1 + row; }
+DEVICE void await_mark(const Tape& tape, const u64* mark, u32 tag) {
+    for (BoundedWait waiting(tape.state); (u32)(load_acquire(mark) >> 32) != tag && waiting.keep_waiting();) {
+    }
+}
 
 // At the beginning of everything that is long: see thread_anew.
 DEVICE void renew(ComputeThread& p) {

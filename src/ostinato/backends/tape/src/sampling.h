@@ -62,7 +62,7 @@ DEVICE float exp_of(float value) { return exp2_fast(value * 1.4426950408889634f)
 // --- the sampling settings of a row's slot ---
 
 struct SamplingParams {
-    int slot, n_top, top_k, n_bias, n_stop;
+    int slot, n_top, top_k, n_bias, n_stop, grammar;
     bool samples, penalised, waits, constrained;
     float safe_temperature, repetition, presence, frequency;
 };
@@ -75,13 +75,14 @@ DEVICE SamplingParams params_of(const Tape& tape, int row) {
     const int n_logprobs = load_fresh(TABLE_n_logprobs(view) + slot), top_k = load_fresh(TABLE_top_k(view) + slot);
     const int n_bias = load_fresh(TABLE_n_bias(view) + slot), n_stop = load_fresh(TABLE_n_stop(view) + slot);
     const int penalised = load_fresh(TABLE_penalised(view) + slot);
-    const int constrained = load_fresh(TABLE_constrained(view) + slot);
+    const int constrained = load_fresh(TABLE_constrained(view) + slot), grammar = load_fresh(TABLE_grammar(view) + slot);
     const int made = load_fresh(TABLE_made(view) + slot), min_tokens = load_fresh(TABLE_min_tokens(view) + slot);
     SamplingParams params;
     params.repetition = load_fresh(TABLE_repetition(view) + slot);
     params.presence = load_fresh(TABLE_presence(view) + slot);
     params.frequency = load_fresh(TABLE_frequency(view) + slot);
     params.slot = slot;
+    params.grammar = grammar;
     params.n_top = n_logprobs < MAX_TOP ? n_logprobs : MAX_TOP;
     if (params.n_top > VOCAB(view)) params.n_top = VOCAB(view);
     params.top_k = top_k < N_TOKENS ? top_k : 0;
@@ -99,6 +100,7 @@ DEVICE SamplingParams params_of(const Tape& tape, int row) {
 DEVICE SamplingParams params_at(const SamplingParams& own, int lane) {
     SamplingParams params;
     params.slot = shuffle(own.slot, lane);
+    params.grammar = 0;  // which only the lane that has loaded it asks for
     params.n_top = shuffle(own.n_top, lane);
     params.top_k = shuffle(own.top_k, lane);
     params.n_bias = shuffle(own.n_bias, lane);
@@ -291,6 +293,8 @@ DEVICE u64 warp_weight(const ComputeThread& p, const Tape& tape, const Segment& 
 APART void summarise(ComputeThread p, const Tape& tape, const Segment& head, int n_rows) {
     Summing& summing = *(Summing*)p.activations;
     const SamplingParams own = params_of(tape, p.lane < n_rows ? p.lane : 0);  // a lane for each row, so that the waits are one
+    // Masks were found a whole step ago: the wait is for their order in memory.
+    if (own.grammar && p.lane < n_rows) await_mark(tape, mask_mark(tape, p.lane), p.shared->masked_at);
     sync_compute_warps();  // the logits are written, and the activations are read
     u32 sampling = 0;
     bool row_summary = false;

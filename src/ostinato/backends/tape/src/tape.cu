@@ -17,7 +17,8 @@
 #define BOUNDARY_FN FUNCTION
 #define BOUNDARY_TABLE CONSTANT_TABLE
 #define UNROLLED UNROLL
-#include "step_boundary.h"
+#define NAP() nap()
+#include "step_masks.h"
 
 #include "ring.h"
 
@@ -46,15 +47,12 @@ DEVICE void note_time(const ComputeThread& p, const Tape& tape, int phase) {
 
 DEVICE u64* boundary_mark(const Tape& tape) { return tape.marks + N_BLOCKS + MAX_ROWS; }
 
-DEVICE void await_mark(const Tape& tape, const u64* mark, u32 tag) {
-    for (BoundedWait waiting(tape.state); (u32)(load_acquire(mark) >> 32) != tag && waiting.keep_waiting();) {
-    }
-}
+enum { END, STEP, STEP_WITH_MASKS };  // what follows a step boundary
 
-// Whether a step follows, at the compute warp's tag. `n_chosen`: rows of the previous step, whose tokens the step
-// boundary commits. It also makes everything that a block wrote with plain stores in that step (keys and values,
-// tokens) visible to all others: block 0 acquires every block's mark before it releases its own, which they acquire.
-APART bool go_on(ComputeThread p, const Tape& tape, int n_chosen) {
+// What follows, at the compute warp's tag. `n_chosen`: rows of the previous step, whose tokens the step boundary
+// commits. It also makes everything that a block wrote with plain stores in that step (keys and values, tokens)
+// visible to all others: block 0 acquires every block's mark before it releases its own, which they acquire.
+APART int go_on(ComputeThread p, const Tape& tape, int n_chosen) {
     const u32 chosen_at = p.tag - 1;
     u64* const mark = boundary_mark(tape);
     if (block() == 0) {
@@ -65,18 +63,30 @@ APART bool go_on(ComputeThread p, const Tape& tape, int n_chosen) {
         sync_compute_warps();  // only now: any of these waits may have been the one that gave up
         if (p.thread == 0 && load_fresh(&tape.state->abort)) store(word_at(tape.view, WORD_FAULT), FAULT_STUCK);
         sync_compute_warps();
-        const int goes = run_boundary(tape.view, tape.plan_hash, tape.epoch, now_ns());
+        const bool goes = tape.single ? run_boundary(tape.view, tape.plan_hash, tape.epoch, now_ns())
+                                      : await_boundary(tape.view, tape.plan_hash, tape.epoch);
         sync_compute_warps();
-        if (p.thread == 0) store_release(mark, (u64)p.tag << 32 | (u32)goes);
-        return goes;
+        const int next = !goes ? END : *TABLE_finds_masks(tape.view) ? STEP_WITH_MASKS : STEP;
+        if (p.thread == 0) store_release(mark, (u64)p.tag << 32 | (u32)next);
+        return next;
     }
     if (p.thread == 0) {  // what the step boundary wrote is seen by all threads once one of them has acquired its mark
         await_mark(tape, mark, p.tag);
         const u64 decided = load_acquire(mark);
-        p.shared->goes = (u32)(decided >> 32) == p.tag && (u32)decided;
+        p.shared->goes = (u32)(decided >> 32) == p.tag ? (u32)decided : (u32)END;
     }
     sync_compute_warps();
-    return p.shared->goes;
+    return (int)p.shared->goes;
+}
+
+// The masks of the step's rows, by all blocks, before their first product: the loader fills the ring meanwhile. Sampling
+// awaits the marks that are set here. Uses the activations' memory.
+APART void find_masks_here(ComputeThread p, const Tape& tape) {
+    static_assert(sizeof(MaskWork) <= ACTIVATION_BYTES, "no room to find masks in");
+    if (p.thread == 0) p.shared->masked_at = p.tag;
+    find_masks(tape.view, block(), N_BLOCKS, *(MaskWork*)p.activations, [&](int row) {
+        store_release(mask_mark(tape, row), (u64)p.tag << 32);
+    });
 }
 
 // The last thing a block does. Block 0 waits for the others: one that came late would begin at the wrong tag.
@@ -208,13 +218,15 @@ DEVICE void run_loop(ComputeThread& p, const Tape& tape) {
     // A launch begins with a step boundary, which lets requests in; a single step, as the host paces them, with the
     // step.
     int n_rows = tape.single ? rows_of(tape) : 0;
-    for (bool goes = true; goes;) {
+    for (int next = tape.single ? STEP_WITH_MASKS : STEP; next != END;) {
+        if (next == STEP_WITH_MASKS) find_masks_here(p, tape);
         if (tape.single || n_rows > 0) step(p, tape, n_rows);
         renew(p);
         sync_compute_warps();
         note_time(p, tape, CLOCK_BOUNDARY);
         p.tag++;
-        goes = go_on(p, tape, n_rows) && !tape.single;
+        next = go_on(p, tape, n_rows);
+        if (tape.single) next = END;
         n_rows = rows_of(tape);
     }
     finish_block(p, tape);
