@@ -1,6 +1,6 @@
 """Is the decode loop right, fast and sturdy on a GPU? For machines with one; CI has none.
 
-    python -m bench.gpu_check --part exact|speed|stress|tape|lab [--only NAME] [--as sm_89] [--model FILE]
+    python -m bench.gpu_check --part exact|speed|stress|tape|lab|grammar [--only NAME] [--as sm_89] [--model FILE]
                               [--seconds 580] [--out FOLDER]
 
 `exact`: the modes give the same bits, in every family and weight type, and 1,000 random trials show that a request's
@@ -12,6 +12,8 @@ check for `loop` and one for `persistent` each (`--only calls-persistent`).
 without it a shape's are, or the check is skipped.
 `lab`: every start of the laboratory gives the closed form, and its persistent kernel what is asked of it; its programs,
 and the engine's own step in every mode (`bench/gpu_lab.py`).
+`grammar`: answers under grammars have the tokens of the host's masks, as many launches as free ones, no gap while the
+process is stopped, and nearly the pace of free ones (`bench/gpu_grammars.py`).
 `--as sm_89` runs a part as if the GPU were a smaller one (OSTINATO_CHIP): tiles fit its memory, and kernels are made
 for its instructions and assembled for the GPU that is there.
 Checks of single lessons (E, docs/rules.md) are in the part nearest to them (`bench/gpu_executor.py`).
@@ -40,12 +42,13 @@ from bench.gpu_frame import ROOT, Check, Outcome, Setting, run_checks, serve_chi
 from bench.note import as_json, commit, cpu_name, versions
 
 CHIPS: Final = ("sm_80", "sm_86", "sm_87", "sm_89")  # whose code and memory a Hopper has
-PARTS: Final = ("exact", "speed", "stress", "tape", "lab")
+PARTS: Final = ("exact", "speed", "stress", "tape", "lab", "grammar")
 SECONDS: Final = 580.0
 QUESTIONS: Final = {
     "exact": "does the decode loop give the same bits on a GPU, whatever the mode and the company?",
     "speed": "how fast is the decode loop on a GPU, beside its bars, llama.cpp and the memory's limit?",
     "tape": "is the persistent kernel right, does it lose nothing, and how fast is it beside its bars?",
+    "grammar": "do answers under grammars need nothing of the host, and are they as fast as free ones?",
     "lab": "does the laboratory measure right, and is its persistent kernel as fast as is asked of it?",
     "stress": "does the decode loop need nothing of the host per token, and does it stand what may happen to it?",
 }
@@ -120,9 +123,9 @@ def _n_beside(device: str) -> int:
 
 
 def _modules() -> tuple[Any, ...]:
-    from bench import gpu_exact, gpu_executor, gpu_lab, gpu_prompts, gpu_speed, gpu_stress, gpu_tape
+    from bench import gpu_exact, gpu_executor, gpu_grammars, gpu_lab, gpu_prompts, gpu_speed, gpu_stress, gpu_tape
 
-    return gpu_exact, gpu_speed, gpu_stress, gpu_executor, gpu_tape, gpu_prompts, gpu_lab
+    return gpu_exact, gpu_speed, gpu_stress, gpu_executor, gpu_tape, gpu_prompts, gpu_lab, gpu_grammars
 
 
 def _checks() -> tuple[Check, ...]:

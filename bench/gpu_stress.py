@@ -40,6 +40,7 @@ from ostinato.engine.open import open_runner
 from ostinato.engine.request import Request, RequestSpec, Token
 from ostinato.errors import EngineDead, OstinatoError
 from ostinato.loop.host import OutEntry
+from ostinato.options import Sampling
 from ostinato.text.stream import TextStream
 from ostinato.text.tokenizer import Tokenizer
 
@@ -313,28 +314,33 @@ class Heart:
 def stopped(device: str, *, mode: str, name: str, type: str, n_tokens: int, context: int) -> Iterator[Record]:
     """A generation during which somebody stops this process."""
     model = model_on(name, type, device)
-    heart = Heart()
     with _engine(model, type, mode=mode, context=context) as engine:
         _generation(engine, model, 8)()
-        beating = threading.Thread(target=heart.beat, daemon=True)
-        request = engine.submit(_ids(model, 16), replace(GREEDY, max_tokens=n_tokens, ignore_eos=True))
-        tokens: list[Token] = []
-        arrived: list[float] = []
-        for token in request:
-            tokens.append(token)
-            arrived.append(time.perf_counter())
-            if len(tokens) == 4:
-                beating.start()
-                say("ready")
-        heart.going = False
-        beating.join()
+        yield stopped_request(engine, _ids(model, 16), replace(GREEDY, max_tokens=n_tokens, ignore_eos=True))
+
+
+def stopped_request(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Record:
+    """A request, warm, during which somebody stops this process once it has said that it is ready."""
+    heart = Heart()
+    beating = threading.Thread(target=heart.beat, daemon=True)
+    request = engine.submit(prompt, sampling)
+    tokens: list[Token] = []
+    arrived: list[float] = []
+    for token in request:
+        tokens.append(token)
+        arrived.append(time.perf_counter())
+        if len(tokens) == 4:
+            beating.start()
+            say("ready")
+    heart.going = False
+    beating.join()
     # By when the soonest was heard of, the device's clock in the host's.
     offset = min(at - token.time_ns / 1e9 for at, token in zip(arrived, tokens, strict=True))
     begin, end = heart.stopped_at, heart.stopped_at + heart.longest_s
     within = sum(begin < token.time_ns / 1e9 + offset < end for token in tokens)
-    yield {
+    return {
         "what": "stopped",
-        "wanted": n_tokens,
+        "wanted": sampling.max_tokens,
         "n": len(tokens),
         "in_order": all(b.position == a.position + 1 for a, b in pairwise(tokens)),
         "finish": request.finish_reason,
@@ -741,11 +747,12 @@ def _engine_jobs(setting: Setting, mode: str) -> list[Job]:
     return [Job("engines", {"mode": mode, **_model_words(setting, "tiny"), "n": n, "seconds": seconds}, 120)]
 
 
-def _proofs(
+def proofs(
     name: str,
     jobs: Callable[[Setting, str], Sequence[Job]],
     judge: Callable[[Setting, Sequence[Ended], str], Sequence[Outcome]],
     run: Callable[[Setting, Job], Ended] | None = None,
+    part: str = "stress",
 ) -> dict[str, Check]:
     """A check for each mode, by mode. Where there is no GPU, the persistent kernel is skipped."""
 
@@ -760,7 +767,7 @@ def _proofs(
                 return [Outcome("SKIP", called, "the persistent kernel is CUDA's")]
             return judge(setting, ended, called)
 
-        return Check("stress", called, mine, judged, alone=True, run=run)
+        return Check(part, called, mine, judged, alone=True, run=run)
 
     return {mode: check(mode) for mode in MODES}
 
@@ -776,12 +783,12 @@ WORKS: Final = {
 }
 
 _PROOFS: Final = (
-    _proofs("calls", _calls_jobs, judge_calls, run_calls),
-    _proofs("host-time", _host_jobs, judge_host),
-    _proofs("stopped", _stopped_jobs, judge_stopped, run_stopped),
-    _proofs("busy-cores", _busy_jobs, judge_busy),
-    _proofs("fault", _fault_jobs, judge_fault),
-    _proofs("engines", _engine_jobs, judge_engines),
+    proofs("calls", _calls_jobs, judge_calls, run_calls),
+    proofs("host-time", _host_jobs, judge_host),
+    proofs("stopped", _stopped_jobs, judge_stopped, run_stopped),
+    proofs("busy-cores", _busy_jobs, judge_busy),
+    proofs("fault", _fault_jobs, judge_fault),
+    proofs("engines", _engine_jobs, judge_engines),
 )
 
 CHECKS: Final = (

@@ -93,6 +93,7 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
     {
         "llama-1b": _llama(2048, 16, 32, 8, 64, 8192, 128_256, 131_072, rope_base=500_000.0, tied_head=True),
         "llama-8b": _llama(4096, 32, 32, 8, 128, 14_336, 128_256, 131_072, rope_base=500_000.0),
+        "smollm2-1.7b": _llama(2048, 24, 32, 32, 64, 8192, 49_152, 8192, rope_base=130_000.0, tied_head=True),
         "smollm2-135m": _llama(576, 30, 9, 3, 64, 1536, 49_152, 8192, rope_base=100_000.0, tied_head=True),
         "mixtral-8x7b": _routed(_MIXTRAL, "mixtral", 8, 2, 14_336, renormalise=True),
         "qwen3-30b-a3b": _routed(_QWEN3, "qwen3moe", 128, 8, 768, renormalise=True),
