@@ -177,6 +177,8 @@ def test_only_keys_of_the_widest_heads_are_cut_otherwise_and_that_is_named() -> 
 def test_a_block_that_is_alone_on_its_multiprocessor_is_given_all_registers() -> None:
     assert registers_alone(TUNED, 196_608, 8) == {"maxnreg": 255}
     assert registers_alone(TUNED, 196_608, 16) == {"maxnreg": 128}
+    assert registers_alone(TUNED, 90_000, 8) == {}
+    assert registers_alone(TUNED, 90_000, 8, blocks=2) == {"maxnreg": 128}
     assert registers_alone(TUNED, TUNED.shared_bytes // 2, 8) == {}
     assert registers_alone(replace(TUNED, has_ptx=False), 196_608, 8) == {}
 

@@ -48,13 +48,14 @@ def stages_that_fit(chip: Chip, wanted: int, iteration_bytes: int, beside: int =
     return max(1, min(wanted, 1 + (chip.shared_bytes - beside) // iteration_bytes))
 
 
-def registers_alone(chip: Chip, shared_bytes: int, num_warps: int) -> dict[str, object]:
-    """As an option of a kernel, all registers that a block can have where its shared memory leaves no room for another
-    one beside it. The assembler does not know that, and may save registers for blocks that never come: 20 KB spilled of
-    a thread of prompt attention over float32 on 9.0, 6 KB of a product with Q4_K on 8.0. No bit depends on it."""
-    if not chip.has_ptx or 2 * shared_bytes <= chip.shared_bytes:
+def registers_alone(chip: Chip, shared_bytes: int, num_warps: int, *, blocks: int = 1) -> dict[str, object]:
+    """As an option of a kernel, all registers that a block can have where its shared memory leaves room for so many
+    blocks on a multiprocessor and no more. The assembler does not know that, and may save registers for blocks that
+    never come: 20 KB spilled of a thread of prompt attention over float32 on 9.0, 6 KB of a product with Q4_K on 8.0.
+    No bit depends on it."""
+    if not chip.has_ptx or (blocks + 1) * shared_bytes <= chip.shared_bytes:
         return {}
-    return {"maxnreg": min(MOST_REGISTERS, REGISTERS // (32 * num_warps))}
+    return {"maxnreg": min(MOST_REGISTERS, REGISTERS // (32 * num_warps * blocks))}
 
 
 def chunk_bytes(

@@ -520,7 +520,7 @@ def bind_matmul(
         options = options_of(cut)
         if chip.capability == SAVES_REGISTERS:
             in_flight = (cut.num_stages - 1) * iteration_bytes(part, cut, how, inputs)
-            options = registers_alone(chip, in_flight, cut.num_warps) | options
+            options = registers_alone(chip, in_flight, cut.num_warps, blocks=2) | options
         launches.append(TritonLaunch.of(matmul_kernel, grid, given, **options))
     return launches[0] if len(launches) == 1 else Launches(tuple(launches))
 
