@@ -309,7 +309,7 @@ def sweep(work: Iterable[Work], workers: int) -> Iterator[Row]:
 
 
 def by_nvrtc(arch: str) -> Iterator[Row]:
-    """The step boundary, its marks, and the laboratory's kernels."""
+    """The step boundary, masks of grammars, marks of time, and the laboratory's kernels."""
     from ostinato.backends.cuda.start import source as cuda_source
     from ostinato.build import cubin
     from ostinato.lab import programs
@@ -317,14 +317,16 @@ def by_nvrtc(arch: str) -> Iterator[Row]:
     from ostinato.loop.step_boundary import native_headers
 
     layout = Layout(n_slots=32, max_pages=512, vocab=128_256)
-    sources = {
-        "step_boundary.cu": (cuda_source, native_headers(layout, page_tokens=64), ("step_boundary", "boundary_loop")),
+    headers = native_headers(layout, page_tokens=64)
+    sources: dict[str, tuple[Any, Mapping[str, str], tuple[str, ...]]] = {
+        "step_boundary.cu": (cuda_source, headers, ("step_boundary", "boundary_loop")),
+        "step_masks.cu": (cuda_source, headers, ("step_masks",)),
         "stamp.cu": (cuda_source, {}, ("stamp",)),
         "kernels.h": (programs.source, {}, ("short_axpy", "short_tail", "hold", "persistent")),
         "while_condition.h": (programs.source, {}, ("count_down",)),
     }
-    for name, (source, headers, kernels) in sources.items():
-        binary = cubin(source(name), name, arch=arch, headers=headers)
+    for name, (source, included, kernels) in sources.items():
+        binary = cubin(source(name), name, arch=arch, headers=included)
         for kernel in kernels:
             yield Row(kernel, "NVRTC", arch, 1, None, 0, *registers_of(binary, kernel))
 
