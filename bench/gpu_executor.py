@@ -712,7 +712,9 @@ def fusions(device: str, *, name: str, type: str, depth: int, n_tokens: int, run
     """The pace of a loop with every fusion, and with each of them switched off."""
     from ostinato.backends.cuda import gpu
     from ostinato.backends.cuda.kernels import triton_kernels
+    from ostinato.backends.cuda.launch import launches_in
     from ostinato.backends.cuda.plan import FusedPlan, Fusions
+    from ostinato.backends.cuda.ready import compile_missing
     from ostinato.backends.torch.kernels import twin_kernels
 
     model = model_on(name, type, device)
@@ -722,6 +724,7 @@ def fusions(device: str, *, name: str, type: str, depth: int, n_tokens: int, run
         with closing(_by_hand(model, type, mode="loop", context=depth + n_tokens + 64, n_slots=1)) as driver:
             runner = driver.runner
             plan = FusedPlan(model, runner.memory, runner.tables, runner.n_tokens, kernels, chosen).plan()
+            compile_missing(launches_in([node.run for node in plan.nodes]), model.device)
             kind: Any = runner.start.__class__
             start = kind(plan, runner.tables, runner.guard, runner.changed.set)
             runner.decode_mode.replace(plan, start)
