@@ -260,6 +260,13 @@ def test_a_step_has_one_stream_a_prompt_another_and_nobody_waits_in_the_driver(m
     start.close()
 
 
+def compilable(name: str) -> TritonLaunch:
+    """A launch of a kernel by that name."""
+    made = SimpleNamespace(run=None)
+    kernel = SimpleNamespace(__name__=name, __module__=__name__, warmup=lambda *_, **__: made)
+    return TritonLaunch(kernel, (1,), (torch.zeros(4),), {})
+
+
 @pytest.mark.parametrize("kind", [CudaStart, CudaGraph, WhileGraph])
 def test_a_kernel_that_is_not_compiled_is_named_before_anything_runs_or_is_captured(
     kind: type[CudaStart], monkeypatch: pytest.MonkeyPatch
@@ -268,9 +275,9 @@ def test_a_kernel_that_is_not_compiled_is_named_before_anything_runs_or_is_captu
     cuda = StandIn(monkeypatch)
     start = stand_in_start(kind, cuda, monkeypatch)
     monkeypatch.setattr(start, "_make", lambda: cuda.note("capture"))
-    kernel = SimpleNamespace(__name__="matmul_kernel", warmup=lambda *_, **__: SimpleNamespace(run=None))
-    launch = TritonLaunch(SimpleNamespace(__name__="norm_kernel"), (1,), (torch.zeros(4),), {})
-    ready, forgotten = TritonLaunch(kernel, (1,), (torch.zeros(4),), {}), partial(play, [launch])
+    monkeypatch.setattr("ostinato.backends.cuda.ready._READY", {})
+    ready, launch = (compilable(name) for name in ("matmul_kernel", "norm_kernel"))
+    forgotten = partial(play, [launch])
     nodes = [replace(node, run=run) for node, run in zip(start._plan.nodes, (ready, forgotten), strict=True)]
     monkeypatch.setattr(start, "_plan", replace(start._plan, nodes=tuple(nodes)))
     compile_missing([ready], CPU)
@@ -285,7 +292,7 @@ def test_chunks_with_a_kernel_that_is_not_compiled_are_not_captured(monkeypatch:
     cuda, model = StandIn(monkeypatch), family_model("llama")
     driver = open_loop(model=model, mode="twin", n_pages=64, context=128)
     prefill = fused_prefill(driver, model, (8, 16))
-    prefill._launches[16].append(TritonLaunch(SimpleNamespace(__name__="gemm_kernel"), (1,), (), {}))
+    prefill._launches[16].append(compilable("gemm_kernel"))
     with pytest.raises(NotWarmed, match="gemm_kernel is not compiled"):
         prefill.capture(cuda.Stream())
     assert cuda.noted == []

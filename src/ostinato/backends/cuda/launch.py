@@ -63,7 +63,7 @@ class TritonLaunch:
         """Equal of two launches for which Triton compiles the same program: their kernels, constants and options are
         equal, and so are the types of their arguments and what the compiler is told of the values (E-9)."""
         constants = tuple(sorted((name, repr(value)) for name, value in self.constants.items()))
-        return id(self.kernel), tuple(map(_specialised, self.args)), constants
+        return self.kernel.__module__, self.kernel.__name__, tuple(map(_specialised, self.args)), constants
 
 
 @dataclass(frozen=True, slots=True)
