@@ -1,9 +1,9 @@
 """GPU checks of single lessons (E, docs/rules.md), beside those of exactness, speed and stress of the whole loop.
 
-Captures that fail (E-59) and the nodes of those that do not (E-61), compute-sanitizer (E-34), the upload of weights
-(E-33), memory of a long prompt (E-36), keys and values of 8 bits (E-47), bandwidth of attention and of packed products
-(E-48, E-74), graphs of prompts beside their launches (E-60), times inside a loop (E-63), first tokens (E-65) and
-fusions (E-81). They belong to the parts that they are named under.
+Kernels compiled before weights are read (E-9), captures that fail (E-59) and the nodes of those that do not (E-61),
+compute-sanitizer (E-34), the upload of weights (E-33), memory of a long prompt (E-36), keys and values of 8 bits
+(E-47), bandwidth of attention and of packed products (E-48, E-74), graphs of prompts beside their launches (E-60),
+times inside a loop (E-63), first tokens (E-65) and fusions (E-81). They belong to the parts that they are named under.
 """
 
 from __future__ import annotations
@@ -29,23 +29,26 @@ from typing import Any, Final
 import torch
 
 from bench.gpu_frame import MARK, ROOT, Check, Ended, Job, Outcome, Record, Setting, Verdict, child_environment
-from bench.gpu_models import kv_type_of, model_on, modes_of, place, settled_for
-from ostinato.backends.base import PAGE_TOKENS, ChunkPart
+from bench.gpu_models import TAPE, kv_type_of, model_on, modes_of, place, settled_for
+from ostinato.backends.base import PAGE_TOKENS, ChunkPart, Settled
 from ostinato.backends.machine import kind_of
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.model import Model
 from ostinato.cache.kv_bytes import cell_bytes, page_bytes
-from ostinato.engine.choose import settle_model
+from ostinato.engine.choose import backend_for, settle_model
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
+from ostinato.engine.load import load_blocks
 from ostinato.engine.open import open_runner
 from ostinato.errors import HardwareCannot
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.lab.bench import Bench, read_bandwidth, why_not_profiled
+from ostinato.lab.random_weights import RandomFile
 from ostinato.loop.guard import Guard
 from ostinato.loop.plan import Node
 from ostinato.models.named_shapes import SHAPES
 from ostinato.models.registry import read_shape
+from ostinato.models.tensors import TensorTable
 from ostinato.options import KVType
 from tests.built import build_model
 
@@ -91,6 +94,36 @@ def _first(ended: Sequence[Ended], what: str) -> Record | None:
 
 def _broken(ended: Sequence[Ended], name: str) -> list[Outcome]:
     return [Outcome("FAIL", name, (ended[0].error if ended else None) or "it said nothing")]
+
+
+# Kernels compiled before weights are read (E-9)
+
+
+def ahead(device: str, *, name: str, type: str) -> Iterator[Record]:
+    """Memory that the kernels took, and how many programs were not ready when the engine was opened."""
+    file, context = RandomFile(SHAPES[name], type), 1024
+    table = TensorTable(file, {name: name for name in file.tensors})
+    for mode in ("loop", TAPE):
+        backend = backend_for(mode, "cuda")
+        more: dict[str, Any] = {"n_slots": 2, "n_pages": 2 * context // PAGE_TOKENS["cuda"], "weights": "packed"}
+        settled = Settled(str(place(device)), backend.name, mode, "bfloat16", "bf16", context, **more)
+        before, started = torch.cuda.mem_get_info()[0], time.perf_counter()
+        backend.compile(file.blocks, table, settled)
+        took = {"s": time.perf_counter() - started, "bytes": before - torch.cuda.mem_get_info()[0]}
+        with closing(open_runner(load_blocks(file.blocks, table, settled), settled)) as runner:
+            yield {"what": "ahead", "mode": mode, "late": getattr(runner, "n_compiled_late", None), **took}
+
+
+def judge_ahead(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
+    records = [record for one in ended for record in one.of("ahead")]
+    outcomes = []
+    for record in records:
+        value = f"{record['late']} programs compiled late; ahead {record['s']:.1f} s and {record['bytes'] / MB:.0f} MB"
+        verdict: Verdict = "PASS" if record["late"] == 0 else "FAIL"
+        outcomes.append(Outcome(verdict, f"ahead-{record['mode']}", value, "none late", record))
+    if not outcomes or ended[0].error is not None:
+        outcomes += _broken(ended, "ahead")
+    return outcomes
 
 
 # Captures (E-59, E-61)
@@ -712,7 +745,9 @@ def fusions(device: str, *, name: str, type: str, depth: int, n_tokens: int, run
     """The pace of a loop with every fusion, and with each of them switched off."""
     from ostinato.backends.cuda import gpu
     from ostinato.backends.cuda.kernels import triton_kernels
+    from ostinato.backends.cuda.launch import launches_in
     from ostinato.backends.cuda.plan import FusedPlan, Fusions
+    from ostinato.backends.cuda.ready import compile_missing
     from ostinato.backends.torch.kernels import twin_kernels
 
     model = model_on(name, type, device)
@@ -722,6 +757,7 @@ def fusions(device: str, *, name: str, type: str, depth: int, n_tokens: int, run
         with closing(_by_hand(model, type, mode="loop", context=depth + n_tokens + 64, n_slots=1)) as driver:
             runner = driver.runner
             plan = FusedPlan(model, runner.memory, runner.tables, runner.n_tokens, kernels, chosen).plan()
+            compile_missing(launches_in([node.run for node in plan.nodes]), model.device)
             kind: Any = runner.start.__class__
             start = kind(plan, runner.tables, runner.guard, runner.changed.set)
             runner.decode_mode.replace(plan, start)
@@ -766,6 +802,10 @@ def _interval(values: Sequence[float]) -> tuple[float, float]:
 
 def _small(setting: Setting, large: str = "llama-1b") -> dict[str, Any]:
     return {"name": large, "type": "bf16"} if setting.on_gpu else {"name": "tiny", "type": "f32"}
+
+
+def _ahead_jobs(setting: Setting) -> list[Job]:
+    return [Job("ahead", {"name": "smollm2-135m", "type": "q4_1"}, 150)] if setting.on_gpu else []
 
 
 def _capture_jobs(setting: Setting) -> list[Job]:
@@ -815,6 +855,7 @@ def _fusion_jobs(setting: Setting) -> list[Job]:
 
 
 WORKS: Final[Mapping[str, Callable[..., Iterator[Record]]]] = {
+    "ahead": ahead,
     "captures": captures,
     "small_job": small_job,
     "upload": upload,
@@ -831,6 +872,7 @@ CHECKS: Final = (
     Check("exact", "sanitizer", _sanitizer_jobs, judge_sanitized, run=run_sanitized),
     Check("exact", "kv-error", _kv_jobs, judge_kv_error),
     Check("stress", "long-prompt", _long_jobs, judge_long_prompt),
+    Check("stress", "ahead", _ahead_jobs, judge_ahead, alone=True),
     Check("stress", "captures", _capture_jobs, judge_captures, alone=True),
     Check("speed", "upload", _upload_jobs, judge_upload, alone=True),
     Check("speed", "bandwidth", _bandwidth_jobs, judge_bandwidth, alone=True),

@@ -21,12 +21,12 @@ from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.table import Ops
 from ostinato.engine.choose import choose, settle_model
-from ostinato.engine.load import load_model
+from ostinato.engine.load import load_blocks
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.lab.random_weights import DTYPES, random_model
 from ostinato.models.blocks import Conv, Decay, Norm
 from ostinato.models.named_shapes import SHAPES
-from ostinato.models.registry import read_shape
+from ostinato.models.registry import describe, read_shape
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Shape
 from ostinato.options import Activations, KVType, LoadOptions
@@ -69,7 +69,7 @@ def model_of_file(path: str, device: str, *, context: int = 2048) -> tuple[Model
     mode = "eager" if device == "cpu" else TAPE
     options = LoadOptions(device=device, mode=mode, context=min(context, shape.context))
     at = replace(choose(checkpoint, shape, options, lambda _: None), prompts="plain")
-    return model_of(load_model(checkpoint, shape, at), at), tokenizer_of(checkpoint)
+    return model_of(load_blocks(*describe(checkpoint, shape), at), at), tokenizer_of(checkpoint)
 
 
 def _made(name: str, type: str, device: torch.device) -> Model:

@@ -7,8 +7,9 @@ import torch
 from ostinato.backends.base import Settled, WeightLayout
 from ostinato.backends.torch.backend import model_of
 from ostinato.backends.torch.model import Model
-from ostinato.engine.load import load_model
+from ostinato.engine.load import load_blocks
 from ostinato.files.checkpoint import Checkpoint
+from ostinato.models.registry import describe
 from ostinato.models.shape import Shape
 from ostinato.options import Activations
 
@@ -39,4 +40,4 @@ def build_model(
         prompts=prompts,
         threads=torch.get_num_threads(),
     )
-    return model_of(load_model(checkpoint, shape, settled), settled)
+    return model_of(load_blocks(*describe(checkpoint, shape), settled), settled)

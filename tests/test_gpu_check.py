@@ -311,6 +311,17 @@ def verdicts(outcomes: Sequence[Outcome]) -> dict[str, str]:
     return {outcome.name: outcome.verdict for outcome in outcomes}
 
 
+def test_an_engine_that_compiles_after_its_weights_are_read_fails() -> None:
+    """E-9."""
+
+    def judged(*late: int) -> dict[str, str]:
+        records = [{"what": "ahead", "mode": f"m{n}", "late": n, "s": 1.0, "bytes": 0} for n in late]
+        return verdicts(gpu_executor.judge_ahead(setting(), [ended("ahead", *records)]))
+
+    assert judged(0, 3) == {"ahead-m0": "PASS", "ahead-m3": "FAIL"}
+    assert judged() == {"ahead": "FAIL"}
+
+
 def test_a_captured_step_that_lacks_a_node_fails_and_a_capture_that_slows_what_follows_misses() -> None:
     """E-59, E-61."""
 

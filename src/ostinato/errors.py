@@ -17,7 +17,8 @@
     │   ├── AllocationFailed          exit 4  HTTP 503   a buffer or graph could not be allocated
     │   └── ComputeFailed                                a graph could not be built, or its run failed
     ├── InternalError                                    a broken invariant of ours; never the caller's fault
-    │   └── BadPointer                                   memory that a kernel must not be launched on
+    │   ├── BadPointer                                   memory that a kernel must not be launched on
+    │   └── NotWarmed                                    a kernel that would be compiled while a graph is captured
     ├── DecodeInvariantError                             an attempt to break one of I-1 to I-10; nothing was changed
     │   └── PlanStale                                    a buffer of the plan is not where the plan says; fatal
     ├── EngineDead                            HTTP 503   a device fault or drift: the process must be restarted
@@ -177,6 +178,10 @@ class InternalError(OstinatoError):
 
 class BadPointer(InternalError):
     """Memory that a kernel must not be launched on: empty, foreign, wrongly typed or too small."""
+
+
+class NotWarmed(InternalError):
+    """A kernel that would be compiled while a graph is captured, named before the capture begins."""
 
 
 class DecodeInvariantError(OstinatoError):

@@ -172,9 +172,12 @@ class LLM:
     def _load(self, talk: Callable[[str], None], progress: Callable[[int, int], None] | None) -> Settled:
         checkpoint = self._checkpoint
         shape = read_shape(checkpoint)
-        settled = self._choose(checkpoint, shape, talk)
         with ThreadPoolExecutor(1) as beside:
             texts = beside.submit(self._load_tokenizer, shape)
+            settled = self._choose(checkpoint, shape, talk)
+            if settled.kind == "cuda":  # whose kernels are compiled for as many tokens, before weights are read (E-9)
+                texts.result()
+                settled = dataclasses.replace(settled, n_tokens=self.tokenizer.vocab_size)
 
             def refuse_early(done: int, total: int) -> None:
                 """Raise a tokenizer's error at once, not after all weights are read."""

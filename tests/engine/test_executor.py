@@ -34,16 +34,18 @@ from ostinato.backends.base import ChunkPart
 from ostinato.backends.cuda.chunks import BUCKETS, FusedChunks
 from ostinato.backends.cuda.graph import CudaGraph
 from ostinato.backends.cuda.kernels import triton_kernels
+from ostinato.backends.cuda.launch import TritonLaunch
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.packed_types import PACKED_TYPES
 from ostinato.backends.cuda.plan import Fusions
+from ostinato.backends.cuda.ready import compile_missing
 from ostinato.backends.cuda.stamps import Stamps
 from ostinato.backends.cuda.start import CudaStart
 from ostinato.backends.cuda.start import source as cuda_source
 from ostinato.backends.cuda.while_graph import WhileGraph
 from ostinato.backends.machine import TUNED
 from ostinato.backends.torch.allocate import BumpAllocator
-from ostinato.backends.torch.kernels import twin_kernels
+from ostinato.backends.torch.kernels import play, twin_kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.matmul import matmul_torch, n_stats
 from ostinato.backends.torch.plan import tensors_of
@@ -52,7 +54,7 @@ from ostinato.backends.weights import Stack
 from ostinato.build import cubin, shared_object
 from ostinato.cache.kv_bytes import cell_bytes
 from ostinato.engine.machine import choose_device
-from ostinato.errors import BadFile, BadPointer, EngineDead, HardwareCannot, InternalError, PlanStale
+from ostinato.errors import BadFile, BadPointer, EngineDead, HardwareCannot, InternalError, NotWarmed, PlanStale
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.lab.random_weights import random_blocks
 from ostinato.loop.guard import Guard
@@ -256,6 +258,45 @@ def test_a_step_has_one_stream_a_prompt_another_and_nobody_waits_in_the_driver(m
     work.result(DEADLINE_S)
     assert cuda.noted == [("prompt", "side"), ("event on side", "side")]
     start.close()
+
+
+def compilable(name: str) -> TritonLaunch:
+    """A launch of a kernel by that name."""
+    made = SimpleNamespace(run=None)
+    kernel = SimpleNamespace(__name__=name, __module__=__name__, warmup=lambda *_, **__: made)
+    return TritonLaunch(kernel, (1,), (torch.zeros(4),), {})
+
+
+@pytest.mark.parametrize("kind", [CudaStart, CudaGraph, WhileGraph])
+def test_a_kernel_that_is_not_compiled_is_named_before_anything_runs_or_is_captured(
+    kind: type[CudaStart], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E-9: a compiler inside a capture would break it."""
+    cuda = StandIn(monkeypatch)
+    start = stand_in_start(kind, cuda, monkeypatch)
+    monkeypatch.setattr(start, "_make", lambda: cuda.note("capture"))
+    monkeypatch.setattr("ostinato.backends.cuda.ready._READY", {})
+    ready, launch = (compilable(name) for name in ("matmul_kernel", "norm_kernel"))
+    forgotten = partial(play, [launch])
+    nodes = [replace(node, run=run) for node, run in zip(start._plan.nodes, (ready, forgotten), strict=True)]
+    monkeypatch.setattr(start, "_plan", replace(start._plan, nodes=tuple(nodes)))
+    compile_missing([ready], CPU)
+    with pytest.raises(NotWarmed, match="norm_kernel is not compiled for cpu, and a graph is to be captured"):
+        start.build()
+    assert cuda.noted == []
+    start.close()
+
+
+def test_chunks_with_a_kernel_that_is_not_compiled_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E-9, of a bucket and of what follows a chunk."""
+    cuda, model = StandIn(monkeypatch), family_model("llama")
+    driver = open_loop(model=model, mode="twin", n_pages=64, context=128)
+    prefill = fused_prefill(driver, model, (8, 16))
+    prefill._launches[16].append(compilable("gemm_kernel"))
+    with pytest.raises(NotWarmed, match="gemm_kernel is not compiled"):
+        prefill.capture(cuda.Stream())
+    assert cuda.noted == []
+    driver.runner.close()
 
 
 def test_a_thousand_engines_share_a_few_streams_and_events_and_a_sick_one_is_not_lent_again(

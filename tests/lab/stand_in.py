@@ -208,8 +208,7 @@ class Card:
         self.calls["cuLaunchKernel"] += 1
         name, params = self.kernels[handle].name, given[8]
         words = _words_at(name, params)
-        self.submit(lambda: self.run(name, words))
-        return self.refuses
+        return self._accept(lambda: self.run(name, words))
 
     def _launch_graph(self, handle: int, stream: int) -> int:
         self.calls["cuGraphLaunch"] += 1
@@ -220,7 +219,12 @@ class Card:
             for name, words in now:
                 self.run(name, words)
 
-        self.submit(replay)
+        return self._accept(replay)
+
+    def _accept(self, launch: Callable[[], None]) -> int:
+        """Put a launch into the stream, unless it is refused: a caller that is told so frees the memory of it."""
+        if not self.refuses:
+            self.submit(launch)
         return self.refuses
 
     def _set_node(self, graph: int, node: int, params: int) -> int:

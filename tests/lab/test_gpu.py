@@ -11,16 +11,7 @@ from ostinato.errors import BadOption, EngineDead, HardwareCannot, InternalError
 from ostinato.lab import gpu as lab_gpu
 from ostinato.lab.gpu import BASELINE, FED, GRAPH, PERSISTENT, STARTS, UPDATED, WHILE, GpuMachine
 from ostinato.lab.model import BODIES, BodyName, Workload
-from tests.counts import soaking
 from tests.lab.stand_in import Card, stand_in
-
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.skipif(
-        not soaking(),
-        reason="now and then the stand-in ends the process by a fault in its memory: OSTINATO_SOAK=1 only",
-    ),
-]
 
 WORK = Workload(n=37, steps=20, kernels=3, blocks=2, threads=32)
 LAUNCHES = {BASELINE: 60, GRAPH: 1, UPDATED: 20, WHILE: 1, PERSISTENT: 1, FED: 1}
@@ -105,6 +96,7 @@ def test_the_host_feeds_steps_to_four_requests_in_turn(opened: Opened) -> None:
 # Costs and facts
 
 
+@pytest.mark.slow
 def test_costs_are_measured_once_for_each_grid(opened: Opened) -> None:
     machine, card = opened
     costs = machine.costs(WORK)
@@ -116,6 +108,7 @@ def test_costs_are_measured_once_for_each_grid(opened: Opened) -> None:
     assert machine.body_us(WORK) > 0
 
 
+@pytest.mark.slow
 def test_facts_name_the_card_and_its_barrier(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     machine, _ = opened
     monkeypatch.setattr(lab_gpu, "LOADED", replace(lab_gpu.LOADED, n=256))
@@ -157,6 +150,8 @@ def test_an_error_of_the_driver_ends_the_measurement(opened: Opened, start: str)
     card.refuses = 719
     with pytest.raises(InternalError, match="the driver refused a launch: error 719"):
         machine.time(WORK, start, 1)
+    card.submit(lambda: None).result()  # when the stream has come so far
+    assert not card.ran  # nothing that was refused: its memory is the caller's again
 
 
 def test_a_device_that_does_not_end_is_given_up(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from ostinato.cache.groups import PageGroup, page_groups
 from ostinato.cache.state_block import CellForm
 from ostinato.errors import InternalError
 from ostinato.files.unpack import Bytes, Floats
+from ostinato.loop.layout import OUTBOX_ENTRIES, Layout
 from ostinato.models.header import HeaderTensors
 from ostinato.options import Activations, KVType, LoadOptions
 
@@ -235,6 +236,15 @@ class Settled:
             chunk_rows=CHUNK_ROWS[self.kind],
         )
 
+    def tables_layout(self, shape: Shape, outbox_entries: int = OUTBOX_ENTRIES) -> Layout:
+        """Of the loop's tables."""
+        n_groups = len(self.groups(shape))
+        return Layout(self.n_slots, self.max_pages, shape.vocab, outbox_entries=outbox_entries, n_groups=n_groups)
+
+    def tokens_of(self, shape: Shape) -> int:
+        """Ids that may be chosen: the first so many of the vocabulary."""
+        return shape.vocab if self.n_tokens is None else self.n_tokens
+
     def instead(self, mode: str, backend: str, why: str) -> Settled:
         """The same with the mode that takes this one's place."""
         said = f"{self.mode}: {why} (tried once; {mode} runs instead)"
@@ -303,6 +313,10 @@ class Backend(Protocol):
     def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
         """Have what must be there before weights are read, native code above all; HardwareCannot where it cannot be
         had. `talk` is called with a message before long work."""
+
+    def compile(self, blocks: ModelBlocks, table: TensorTable, settled: Settled) -> None:
+        """Compile every kernel that an engine of these settings will run and that `prepare` could not know, before
+        `load` takes memory for weights (E-9); HardwareCannot, with the kernel's name, where one cannot be had."""
 
     def load(
         self, blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None

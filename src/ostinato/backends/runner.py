@@ -37,12 +37,11 @@ class Runner:
         self.settled = settled
         self.model: Any = model  # over weights in the backend's layout
         self.page_tokens = settled.page_tokens
-        self.n_tokens = model.shape.vocab if settled.n_tokens is None else settled.n_tokens
+        self.n_tokens = settled.tokens_of(model.shape)
         self.groups = settled.groups(model.shape)
         self._kept: Any = self._memory()
-        vocab, entries, n_groups = model.shape.vocab, outbox_entries or OUTBOX_ENTRIES, len(self.groups)
-        layout = Layout(settled.n_slots, settled.max_pages, vocab, outbox_entries=entries, n_groups=n_groups)
-        self._shared = self._tables(layout)  # as the device and `HostSide` write them
+        # As the device and `HostSide` write them.
+        self._shared = self._tables(settled.tables_layout(model.shape, outbox_entries or OUTBOX_ENTRIES))
         self._seen = self._shared.read_only()
         self.host = HostSide(self._shared)
         self.changed: WakeEvent = self._wake_event()

@@ -33,14 +33,15 @@ class Bare:
     def load(self, device: str | None = None, *, dense: bool = False) -> LoadedModel:
         """The model with its weights, on its own device unless another is given; `dense`: no weight is packed, as in
         `eager` on a CPU."""
-        from ostinato.engine.load import load_model
+        from ostinato.engine.load import load_blocks
+        from ostinato.models.registry import describe
 
         progress = LoadProgress()
         kept = replace(self.settled, device=device or self.settled.device, prompts="plain")
         if dense:
             kept = replace(kept, backend="torch", weights="dense")
         try:
-            return load_model(self.checkpoint, self.shape, kept, progress)
+            return load_blocks(*describe(self.checkpoint, self.shape), kept, progress)
         finally:
             progress.close()
 

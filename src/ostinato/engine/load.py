@@ -13,12 +13,16 @@ from ostinato.models.tensors import TensorTable
 
 
 def load_model(checkpoint: Checkpoint, shape: Shape, settled: Settled, progress: Progress | None = None) -> LoadedModel:
-    """The model with its weights in the settled layout."""
-    return load_blocks(*describe(checkpoint, shape), settled, progress)
+    """The model with its weights in the settled layout, and before them every kernel that an engine with these very
+    settings will run (E-9)."""
+    blocks, table = describe(checkpoint, shape)
+    backend_of(settled).compile(blocks, table, settled)
+    return load_blocks(blocks, table, settled, progress)
 
 
 def load_blocks(
     blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None
 ) -> LoadedModel:
-    """The same of blocks over references to tensors of this table."""
+    """The weights alone, of blocks over references to tensors of this table: engines are opened with settings of their
+    own, and compile what they lack."""
     return backend_of(settled).load(blocks, table, settled, progress)

@@ -108,6 +108,24 @@ class CudaBackend:
 
         prepare_launcher()
 
+    def compile(self, blocks: ModelBlocks, table: TensorTable, settled: Settled) -> None:
+        if not blocks.shape.causal:
+            return  # torch's own blocks encode
+        import torch
+
+        from ostinato.backends.cuda.ahead import launches_of_chunks, launches_of_step
+        from ostinato.backends.cuda.masks import mask_kernel
+        from ostinato.backends.cuda.ready import compile_missing
+        from ostinato.backends.cuda.start import boundary_module
+
+        device, kernels, model = torch.device(settled.device), kernels_for(settled), model_ahead(blocks, table, settled)
+        launches = [*launches_of_step(model, settled, kernels), *launches_of_chunks(model, settled, kernels)]
+        compile_missing(launches, device)
+        layout = settled.tables_layout(blocks.shape)
+        boundary_module(layout, settled.page_tokens, device)
+        if settled.grammar_bytes:
+            mask_kernel(layout, device)
+
     def load(
         self, blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None
     ) -> Model:
@@ -122,12 +140,19 @@ class CudaBackend:
 class CudaRunner(TensorRunner):
     """Steps, and prompts in chunks, of fused kernels."""
 
+    n_compiled_late = 0  # programs of kernels that were not ready when this was opened
+
     def _made(self) -> tuple[Plan, Start, Chunks]:
         from ostinato.backends.cuda.chunks import FusedChunks
+        from ostinato.backends.cuda.launch import launches_in
+        from ostinato.backends.cuda.ready import compile_missing
 
         plan, start = self._step()
         try:
-            chunks = FusedChunks(self.model, self._kept, self._shared, self.n_tokens, self._kernels())
+            chunks = FusedChunks(self.model, self._kept, self._shared, self.n_tokens, kernels_for(self.settled))
+            # None where the backend compiled for these settings before it loaded the model (E-9).
+            bound = [[node.run for node in plan.nodes], chunks.bound()]
+            self.n_compiled_late = compile_missing(launches_in(bound), self.model.device)
             chunks.capture(start.side)
         except BaseException:
             start.close()  # which may hold the card
@@ -137,14 +162,8 @@ class CudaRunner(TensorRunner):
     def _step(self) -> tuple[Plan, CudaStart]:
         from ostinato.backends.cuda.plan import FusedPlan
 
-        plan = FusedPlan(self.model, self._kept, self._shared, self.n_tokens, self._kernels()).plan()
+        plan = FusedPlan(self.model, self._kept, self._shared, self.n_tokens, kernels_for(self.settled)).plan()
         return plan, self._start(plan)
-
-    def _kernels(self) -> Kernels:
-        from ostinato.backends.cuda import gpu
-        from ostinato.backends.cuda.kernels import triton_kernels
-
-        return triton_kernels(gpu.chip_of(self.model.device))
 
     def _start(self, plan: Plan) -> CudaStart:
         from ostinato.backends.cuda.graph import CudaGraph
@@ -153,6 +172,26 @@ class CudaRunner(TensorRunner):
 
         kinds: dict[str, type[CudaStart]] = {"eager": CudaStart, "graph": CudaGraph, "loop": WhileGraph}
         return kinds[self.settled.mode](plan, self._shared, self.guard, self.changed.set)
+
+
+# Its kernels, before weights are read
+
+
+def kernels_for(settled: Settled) -> Kernels:
+    """Those of the GPU on which a model is to run."""
+    from ostinato.backends.cuda import gpu
+    from ostinato.backends.cuda.kernels import triton_kernels
+
+    return triton_kernels(gpu.chip_of(settled.device))
+
+
+def model_ahead(blocks: ModelBlocks, table: TensorTable, settled: Settled) -> Model:
+    """The model as it will be loaded, without memory for its weights."""
+    import torch
+
+    from ostinato.backends.cuda.ahead import without_memory
+
+    return without_memory(blocks, table, getattr(torch, settled.dtype), loader_of(settled))
 
 
 # How it keeps weights

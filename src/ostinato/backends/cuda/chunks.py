@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.base import CHUNK_ROWS, ChunkOutput, ChunkPart, ChunkWant, output_rows
+from ostinato.backends.cuda.launch import launches_in
 from ostinato.backends.cuda.mixers import (
     MixerBuffers,
     MixerStages,
@@ -31,6 +32,7 @@ from ostinato.backends.cuda.mixers import (
 )
 from ostinato.backends.cuda.outputs import ChunkOutputs
 from ostinato.backends.cuda.plan import attention_of, flat, heads_of, paged_kv_of, plain_layer, rows_normed
+from ostinato.backends.cuda.ready import check_ready
 from ostinato.backends.cuda.scratch import Scratch
 from ostinato.backends.torch.allocate import pinned_zeros, zeros
 from ostinato.backends.torch.first_token import FirstToken
@@ -136,8 +138,13 @@ class FusedChunks:
         self.max_outputs = self._outputs.max_outputs
         self._n_copies = 0
 
+    def bound(self) -> list[Any]:
+        """Everything that chunks and their outputs launch."""
+        return [self._launches, self._first.launches, self._outputs.bound()]
+
     def capture(self, stream: Any) -> None:
-        """Warm and capture every bucket on this stream, and what follows a chunk: nothing is compiled later."""
+        """Warm and capture every bucket on this stream, and what follows a chunk: nothing is compiled here or later."""
+        check_ready(launches_in(self.bound()), self._model.device)
         with torch.cuda.stream(stream):
             self._outputs.warm(self._x)
         for rows, launches in self._launches.items():

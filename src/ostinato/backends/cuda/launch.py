@@ -7,9 +7,9 @@ call. Binding happens once, so the checks cost nothing per step.
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
@@ -19,6 +19,7 @@ from ostinato.backends.machine import Chip
 from ostinato.errors import BadPointer, HardwareCannot
 
 FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
+ALIGNED_TO: Final = 16  # bytes of an address, or a whole number: what Triton looks at in an argument
 EITHER: Final = (torch.float32, torch.bfloat16)  # of rows that products take and leave
 
 
@@ -46,6 +47,24 @@ class TritonLaunch:
                 raise
             raise HardwareCannot(why) from error
 
+    def compile(self) -> None:
+        """Compile and load it for the current device without launching it. A launch with an equal `key` then finds it
+        in Triton's memory. HardwareCannot, with the kernel's name, where that fails."""
+        name = self.kernel.__name__
+        try:
+            # Triton loads a binary, and compares what it needs with what the GPU has, when `run` is first asked for.
+            _ = self.kernel.warmup(*self.args, grid=self.grid, **self.constants).run
+        except Exception as error:  # of the compiler, the assembler or the driver, which have no kind in common
+            why = _why_no_room(name, error)
+            raise HardwareCannot(why or f"Triton could not compile {name}: {_last_line(error)}") from error
+
+    @property
+    def key(self) -> Hashable:
+        """Equal of two launches for which Triton compiles the same program: their kernels, constants and options are
+        equal, and so are the types of their arguments and what the compiler is told of the values (E-9)."""
+        constants = tuple(sorted((name, repr(value)) for name, value in self.constants.items()))
+        return self.kernel.__module__, self.kernel.__name__, tuple(map(_specialised, self.args)), constants
+
 
 @dataclass(frozen=True, slots=True)
 class Launches:
@@ -67,6 +86,39 @@ def grouped(given: Mapping[str, Any]) -> Any:
 def _group_of(names: tuple[str, ...]) -> Any:
     made: Any = namedtuple  # which mypy knows only with names written out
     return made("Group", names)
+
+
+def launches_in(part: Any) -> Iterator[TritonLaunch]:
+    """Every launch of a kernel inside lists, mappings, and functions with bound arguments; a plain function has none
+    that could be seen."""
+    match part:
+        case TritonLaunch():
+            yield part
+        case Launches():
+            yield from part.parts
+        case partial():
+            yield from launches_in(part.args)
+        case Mapping():
+            yield from launches_in([*part.values()])
+        case list() | tuple():
+            for one in part:
+                yield from launches_in(one)
+
+
+def _specialised(value: Any) -> Hashable:
+    """What Triton compiles for: whether an address or a whole number is a multiple of 16, and the number 1."""
+    if isinstance(value, Tensor):
+        return str(value.dtype), value.data_ptr() % ALIGNED_TO == 0
+    if isinstance(value, tuple):
+        return tuple(map(_specialised, value))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return 1 if value == 1 else ("int", value % ALIGNED_TO == 0, -(2**31) <= value < 2**31)
+    return None if value is None else type(value).__name__
+
+
+def _last_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1][:300] if lines else type(error).__name__
 
 
 def _why_no_room(kernel: str, error: Exception) -> str | None:
@@ -116,7 +168,7 @@ def checked(
         raise BadPointer(f"{name} must be a tensor, not {type(tensor).__name__}")
     if tensor.device != _with_index(device, tensor.device):
         raise BadPointer(f"{name} {_say(tensor)} lies on {tensor.device}; the kernel runs on {device}: move it there")
-    if tensor.numel() == 0 or tensor.data_ptr() == 0:
+    if tensor.numel() == 0 or (tensor.data_ptr() == 0 and not tensor.is_meta):  # of which nothing is launched
         raise BadPointer(f"{name} {_say(tensor)} has no memory; allocate it before binding a kernel to it")
     if tensor.dtype not in dtypes:
         raise BadPointer(f"{name} {_say(tensor)} must be {' or '.join(_short(d) for d in dtypes)}")

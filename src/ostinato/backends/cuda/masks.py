@@ -16,7 +16,7 @@ from ostinato.backends.cuda.start import loaded
 from ostinato.backends.machine import Chip
 from ostinato.backends.torch.kernels import Launch
 from ostinato.loop.grammars import find_masks
-from ostinato.loop.layout import Tables
+from ostinato.loop.layout import Layout, Tables
 from ostinato.loop.step_boundary import native_headers
 
 THREADS: Final = 256
@@ -46,6 +46,10 @@ def bind_masks(tables: Tables, *, chip: Chip) -> Launch:
     device = tables.table.memory.device
     if device.type == "cpu":
         return partial(find_masks, tables)
-    kernel = loaded("step_masks.cu", device, native_headers(tables.layout, ANY_PAGE)).get_kernel("step_masks")
     arguments = (*tables.addresses, tables.grammar_address)
-    return MaskLaunch(kernel, BLOCKS_EACH * chip.n_multiprocessors, arguments, device)
+    return MaskLaunch(mask_kernel(tables.layout, device), BLOCKS_EACH * chip.n_multiprocessors, arguments, device)
+
+
+def mask_kernel(layout: Layout, device: torch.device) -> Any:
+    """The kernel, compiled for tables of this layout."""
+    return loaded("step_masks.cu", device, native_headers(layout, ANY_PAGE)).get_kernel("step_masks")

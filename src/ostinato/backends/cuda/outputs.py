@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from ostinato.backends.torch.kernels import Kernels, Launch
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.outputs import RowOutputs
 from ostinato.backends.torch.weight import Weight
+from ostinato.models.blocks import Linear
+
+WHOLE_ROWS: Final = 4  # numbers of 4 bytes, one for each row: 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,20 @@ class ChunkOutputs(RowOutputs):
         self.max_outputs = rows_of_logits(model.shape.vocab, rows)
         self._room: _Room | None = None
 
+    def bound(self) -> list[Launch]:
+        """What `of_rows` launches, bound to memory for one row: to be compiled, before weights are read too (E-9)."""
+        room, head, device = _Room.of(self._model, 1), self._model.head, self._device
+        assert head is not None
+        targets, logprobs = zeros((1,), torch.int32, device), zeros((1,), torch.float32, device)
+        tops = [(zeros((1, n), torch.int32, device), zeros((1, n), torch.float32, device)) for n in (0, 1)]
+        more: dict[str, Any] = {"n_tokens": self._shape.vocab}
+        return [
+            self._norm(room.x, room.x),
+            self._norm(room.x, room.h),
+            self._product(room.h, head, room.logits),
+            *(self._bind_logprobs(room.logits, targets, logprobs, *top, **more) for top in tops),
+        ]
+
     def warm(self, x: Tensor) -> None:
         """Compute every output of one row once, so that no request waits for a compilation (E-9)."""
         self._room = _Room.of(self._model, 1)
@@ -64,30 +82,34 @@ class ChunkOutputs(RowOutputs):
 
         def hidden(own: slice) -> Tensor:
             normed = self._gathered(room, x, at[own])
-            self._norm(normed, normed)
+            self._norm(normed, normed)()
             return normed
 
-        return self.give(want, len(rows), len(room.x), hidden, lambda own: self._logits(room, x, at[own]))
+        # A slice begins at a multiple of 16 bytes of every result: elsewhere its kernel would be compiled anew (E-9).
+        at_once = max(1, len(room.x) // WHOLE_ROWS * WHOLE_ROWS)
+        return self.give(want, len(rows), at_once, hidden, lambda own: self._logits(room, x, at[own]))
 
     def _gathered(self, room: _Room, x: Tensor, at: Tensor) -> Tensor:
         return torch.index_select(x, 0, at, out=room.x[: len(at)])
 
-    def _norm(self, x: Tensor, y: Tensor) -> None:
+    def _norm(self, x: Tensor, y: Tensor) -> Launch:
         norm = self._model.norm
         assert norm is not None
-        self._kernels.norm(x, y, norm.weight, norm.bias, norm.eps)()
+        return self._kernels.norm(x, y, norm.weight, norm.bias, norm.eps)
 
     def _logits(self, room: _Room, x: Tensor, at: Tensor) -> Tensor:
         head, cap = self._model.head, self._model.shape.logit_softcap
         assert head is not None
         h, logits = room.h[: len(at)], room.logits[: len(at)]
-        self._norm(self._gathered(room, x, at), h)
+        self._norm(self._gathered(room, x, at), h)()
+        self._product(h, head, logits)()
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
+    def _product(self, h: Tensor, head: Linear, logits: Tensor) -> Launch:
         def product(weight: Weight, out: Tensor) -> Launch:
             return self._kernels.gemm(h, weight, out, bias=head.bias, scale=head.scale)
 
-        self._scratch.product(head.weight, logits, product)()
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return self._scratch.product(head.weight, logits, product)
 
 
 def _product_type(dtype: torch.dtype) -> torch.dtype:

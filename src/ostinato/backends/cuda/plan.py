@@ -10,7 +10,7 @@ runs anywhere, which is how it is tested.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -184,12 +184,8 @@ class FusedPlan:
                 self._buffers[f"{owner}.workspace.{number}"] = tensor
 
     def plan(self) -> Plan:
-        """All nodes of the step, in order."""
-        self._embed()
-        for number, layer in enumerate(self._model.layers):
-            self._layer(number, plain_layer(layer))
-        self._head()
-        self._sample()
+        """All nodes of the step, in order, and the memory that they use."""
+        self.nodes()
         named = [Buffer.of(name, tensor) for name, tensor in self._buffers.items()]
         # What nodes use without having listed it: norms, frequencies, and what launches keep for themselves.
         bound = tensors_of([node.run for node in self._nodes], "launch")
@@ -198,6 +194,17 @@ class FusedPlan:
         buffers = (*named, *(buffer for buffer in without_repeats(rest) if buffer.address not in known))
         constants = f"{self._model.shape}, {self._n_tokens} tokens, fused"
         return Plan(str(self._model.device), buffers, tuple(self._nodes), self._memory.page_tokens, constants)
+
+    def nodes(self) -> Sequence[Node]:
+        """All nodes of the step, in order, bound once. Of a model without memory, what a node reads and writes has no
+        name that means anything; its launches are those of the same model with memory."""
+        if not self._nodes:
+            self._embed()
+            for number, layer in enumerate(self._model.layers):
+                self._layer(number, plain_layer(layer))
+            self._head()
+            self._sample()
+        return self._nodes
 
     # Nodes
 

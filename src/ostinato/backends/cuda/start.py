@@ -19,13 +19,15 @@ import numpy as np
 import torch
 
 from ostinato.backends.cuda import gpu
+from ostinato.backends.cuda.launch import launches_in
 from ostinato.backends.cuda.pool import Pool, pool_of
+from ostinato.backends.cuda.ready import check_ready
 from ostinato.backends.torch.start import torch_device
 from ostinato.build import cubin
 from ostinato.errors import EngineDead, HardwareCannot
 from ostinato.loop.cpu_device import CpuDevice
 from ostinato.loop.guard import Guard
-from ostinato.loop.layout import Tables, Word
+from ostinato.loop.layout import Layout, Tables, Word
 from ostinato.loop.plan import Plan
 from ostinato.loop.start import STEP_DEADLINE_S, Launched, next_executable
 from ostinato.loop.step_boundary import native_headers
@@ -89,6 +91,11 @@ def loaded(name: str, device: torch.device, headers: Mapping[str, str] = Mapping
     return module_of(cubin(source(name), name, headers=headers, arch=chip.arch, as_ptx=chip.is_pretended), device)
 
 
+def boundary_module(layout: Layout, page_tokens: int, device: torch.device) -> Any:
+    """The step boundary, compiled for tables of this layout."""
+    return loaded("step_boundary.cu", device, native_headers(layout, page_tokens=page_tokens))
+
+
 class CudaStart(Launched):
     """`eager`, where the host launches every node of every step, and the base of the other CUDA starts."""
 
@@ -132,8 +139,8 @@ class CudaStart(Launched):
     def build(self) -> None:
         self._guard.allow("I-1", "building the step again")
         self.executable = next_executable()
-        headers = native_headers(self._tables.layout, page_tokens=self._plan.page_tokens)
-        module = loaded("step_boundary.cu", self.device, headers)
+        check_ready(launches_in([node.run for node in self._plan.nodes]), self.device)
+        module = boundary_module(self._tables.layout, self._plan.page_tokens, self.device)
         self._boundary = module.get_kernel("step_boundary")
         self._boundary_in_loop = module.get_kernel("boundary_loop")  # which sets a WHILE graph's condition as well
         self._warm()
@@ -143,7 +150,7 @@ class CudaStart(Launched):
         torch.cuda.synchronize(self.device)
 
     def _warm(self) -> None:
-        """Run every node once with no live row: compiles and loads all kernels, and changes nothing (E-9)."""
+        """Run every node once with no live row, before any is captured: it changes nothing (E-9)."""
         self._tables.table["n_rows"].zero_()
         self.synchronize()
         with torch.cuda.stream(self.stream):

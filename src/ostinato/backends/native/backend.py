@@ -88,6 +88,9 @@ class NativeBackend:
     def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
         cpu_library(talk)
 
+    def compile(self, blocks: ModelBlocks, table: TensorTable, settled: Settled) -> None:
+        """`prepare` has compiled all of it."""
+
     def load(
         self, blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None
     ) -> LoadedModel:

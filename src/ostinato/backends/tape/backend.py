@@ -21,8 +21,11 @@ from ostinato.backends.base import (
     why_not_kept,
 )
 from ostinato.backends.cuda.backend import (
+    CUDA,
     CudaRunner,
+    kernels_for,
     loader_of,
+    model_ahead,
     plain_layout,
     rows_beside_weights,
     weight_bytes,
@@ -124,6 +127,31 @@ class TapeBackend:
         from ostinato.backends.cuda.launcher import prepare_launcher
 
         prepare_launcher()
+
+    def compile(self, blocks: ModelBlocks, table: TensorTable, settled: Settled) -> None:
+        try:
+            self._compile(blocks, table, settled)
+        except HardwareCannot:
+            if settled.fallback is None:
+                raise
+            CUDA.compile(blocks, table, settled)  # since `open` fails too, and the mode below takes over
+
+    def _compile(self, blocks: ModelBlocks, table: TensorTable, settled: Settled) -> None:
+        import torch
+
+        from ostinato.backends.cuda import gpu
+        from ostinato.backends.cuda.ahead import launches_of_chunks
+        from ostinato.backends.cuda.ready import compile_missing
+        from ostinato.backends.tape.plan import TapeProgram, on_tape_ahead
+        from ostinato.backends.tape.start import tape_kernel
+
+        device, layout, page = torch.device(settled.device), settled.tables_layout(blocks.shape), settled.page_tokens
+        model = model_ahead(blocks, table, settled)
+        given = model, layout, page, settled.tokens_of(blocks.shape), gpu.chip_of(device)
+        program = TapeProgram.of(*given, kv_type=settled.kv_type, activations=settled.activations)
+        tape_kernel(program.header, program.sizes, layout, page, device)
+        read = model if settled.prompts == "plain" else on_tape_ahead(model, program)
+        compile_missing(launches_of_chunks(read, settled, kernels_for(settled)), device)
 
     def load(
         self, blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None

@@ -22,6 +22,7 @@ from ostinato.backends.cuda.scratch import scratch_elements
 from ostinato.backends.machine import Chip, arch_of
 from ostinato.backends.tape.pack import TapeSource, source_of, tape_of, why_not_packed
 from ostinato.backends.tape.partition import (
+    Partition,
     Segment,
     TapeGrid,
     TapeMatrix,
@@ -43,7 +44,7 @@ from ostinato.backends.torch.weight import Weight, rows_of
 from ostinato.backends.weights import Stack
 from ostinato.cache.kv_bytes import KV_FORMATS
 from ostinato.errors import BadPointer, HardwareCannot, InternalError
-from ostinato.loop.layout import Tables
+from ostinato.loop.layout import Layout, Tables
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import Attention, GatedMLP, Linear, with_leaves
 from ostinato.models.shape import AttentionShape, Shape
@@ -408,6 +409,64 @@ def n_clocked(shape: Shape) -> int:
     return 3 + CLOCKED_A_LAYER * shape.n_layers
 
 
+class TapeProgram(NamedTuple):
+    """What the kernel of a model is compiled from: of weights their types and sizes, so they may be without memory."""
+
+    sources: tuple[TapeSource, ...]
+    names: tuple[str, ...]  # of the linear that each belongs to
+    sizes: TapeSizes
+    partition: Partition
+    header: str
+
+    @staticmethod
+    def of(
+        model: Model,
+        layout: Layout,
+        page_tokens: int,
+        n_tokens: int,
+        chip: Chip,
+        *,
+        kv_type: KVType,
+        activations: Activations = "wide",
+        n_compute_warps: int = 8,
+    ) -> TapeProgram:
+        names, sources = zip(*sources_of(model), strict=True)
+        matrices = [source.matrix for source in sources]
+        sizes = TapeSizes.of(
+            model.shape,
+            matrices,
+            layout.n_slots,
+            chip,
+            n_compute_warps,
+            kv_type=kv_type,
+            page_tokens=page_tokens,
+            max_pages=layout.max_pages,
+        )
+        types = {matrix.weight_type for matrix in matrices}
+        header = shape_header(model.shape, Traits.of(model), sizes, n_tokens, kv_type, types, activations)
+        return TapeProgram(sources, names, sizes, make_partition(matrices, sizes.grid), header)
+
+
+def on_tape(model: Model, tape: Tape, embedding: Tensor) -> Model:
+    """The model with every matrix on the tape, and the embedding as the kernel has it; a tied head reads that."""
+    at = 0
+    weights: dict[int, Weight] = {}
+    for name, linear in _linears(model):
+        n_parts = len(_parts(name, linear.weight))
+        weights[id(linear.weight)] = TapeWeight(tape, range(at, at + n_parts))
+        at += n_parts
+    weights[id(model.embedding)] = embedding
+    return with_leaves(model, lambda weight: weights.get(id(weight), weight))
+
+
+def on_tape_ahead(model: Model, program: TapeProgram) -> Model:
+    """The same of a model without memory, on a tape without memory."""
+    shape, meta = model.shape, model.device
+    tape = Tape(torch.empty(program.partition.n_bytes, dtype=torch.uint8, device=meta), program.partition, model.dtype)
+    widened = torch.empty((shape.vocab, shape.hidden), dtype=model.dtype, device=meta)
+    return on_tape(model, tape, model.embedding if isinstance(model.embedding, Tensor) else widened)
+
+
 # --- the step ---
 
 
@@ -431,25 +490,18 @@ class TapeStep:
         n_compute_warps: int = 8,
         on_tape: bool = False,
     ) -> None:
-        named = sources_of(model)
-        sources = [source for _, source in named]
-        matrices = [source.matrix for source in sources]
-        self.sizes = TapeSizes.of(
-            model.shape,
-            matrices,
-            tables.layout.n_slots,
+        program = TapeProgram.of(
+            model,
+            tables.layout,
+            memory.page_tokens,
+            n_tokens,
             chip,
-            n_compute_warps,
             kv_type=kv_type,
-            page_tokens=memory.page_tokens,
-            max_pages=tables.layout.max_pages,
+            activations=activations,
+            n_compute_warps=n_compute_warps,
         )
-        self.partition = make_partition(matrices, self.sizes.grid)
-        weight_types = {matrix.weight_type for matrix in matrices}
-        self.header = shape_header(
-            model.shape, Traits.of(model), self.sizes, n_tokens, kv_type, weight_types, activations
-        )
-        self.buffers = self._weights(model, sources, [name.endswith("qkv") for name, _ in named])
+        self.sizes, self.partition, self.header = program.sizes, program.partition, program.header
+        self.buffers = self._weights(model, program.sources, [name.endswith("qkv") for name in program.names])
         between = self._between(model, tables.layout.vocab)
         self.buffers |= between
         self.written = tuple(between)
@@ -459,6 +511,7 @@ class TapeStep:
         self.argument = self._argument(tables)
         self.n_plain_bytes = sum(b.n_bytes for b in without_repeats(_weight_buffers(model)))  # what prompts could read
         self.n_scratch_bytes = scratch_elements(model) * model.dtype.itemsize
+        named = zip(program.names, program.sources, strict=True)
         layers = [source.matrix for name, source in named if name != "head"]
         self.prompts = self._read_and_written(layers, model.dtype) if on_tape else self._read_plain()
         self.model = self.on_tape(model) if on_tape else model
@@ -483,15 +536,9 @@ class TapeStep:
         )
 
     def on_tape(self, model: Model) -> Model:
-        """The model with every matrix on the tape, and the embedding as the kernel has it; a tied head reads that."""
-        tape, at = Tape(self.buffers["tape"], self.partition, model.dtype), 0
-        weights: dict[int, Weight] = {}
-        for name, linear in _linears(model):
-            n_parts = len(_parts(name, linear.weight))
-            weights[id(linear.weight)] = TapeWeight(tape, range(at, at + n_parts))
-            at += n_parts
-        weights[id(model.embedding)] = self.buffers["embedding"]
-        return with_leaves(model, lambda weight: weights.get(id(weight), weight))
+        """The model as prompts read it from this tape."""
+        tape = Tape(self.buffers["tape"], self.partition, model.dtype)
+        return on_tape(model, tape, self.buffers["embedding"])
 
     def built(self, plan_hash: int, executable: int) -> None:
         """What the step boundary compares at every step (I-10)."""

@@ -14,11 +14,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
+import torch
+
 from ostinato.backends import cards
 from ostinato.backends.cuda import gpu
 from ostinato.backends.cuda.start import DevicePaced, EventWork, module_of
 from ostinato.backends.machine import Chip
-from ostinato.backends.tape.plan import TapeStep, Variant
+from ostinato.backends.tape.plan import TapeSizes, TapeStep, Variant
 from ostinato.build import cubin
 from ostinato.errors import HardwareCannot
 from ostinato.loop.guard import Guard
@@ -55,6 +57,35 @@ def tape_binary(headers: Mapping[str, str], chip: Chip, defines: Mapping[str, in
         fused=False,
         as_ptx=variant.as_ptx,
     )
+
+
+def tape_kernel(
+    header: str,
+    sizes: TapeSizes,
+    layout: Layout,
+    page_tokens: int,
+    device: torch.device,
+    defines: Mapping[str, int] = MappingProxyType({}),
+) -> Any:
+    """The kernel, compiled for this card and loaded; HardwareCannot where its blocks would not all be there at once
+    (E-83)."""
+    from cuda.bindings import driver
+
+    chip = gpu.chip_of(device)
+    binary = tape_binary(tape_headers(header, layout, page_tokens), chip, defines)
+    kernel = driver.CUkernel(int(module_of(binary, device).get_kernel("tape").handle))
+    most_shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    number = device.index or 0
+    _ok(driver.cuKernelSetAttribute(most_shared, sizes.shared_bytes, kernel, number), "give it its memory")
+    function = _ok(driver.cuKernelGetFunction(kernel), "load it")
+    answer = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, sizes.n_threads, sizes.shared_bytes)
+    fit = _ok(answer, "ask how many blocks fit") * chip.n_multiprocessors
+    if fit < sizes.grid.n_blocks:
+        raise HardwareCannot(
+            f"the persistent kernel has {sizes.grid.n_blocks} blocks that wait for each other, and {fit} fit on "
+            "this card at once; use --mode loop"
+        )
+    return function
 
 
 class TapeLoop(DevicePaced):
@@ -106,25 +137,8 @@ class TapeLoop(DevicePaced):
             cards.release(str(self.device))
 
     def _loaded(self) -> Any:
-        """The kernel, compiled for this card; HardwareCannot where its blocks would not all be there at once (E-83)."""
-        from cuda.bindings import driver
-
-        sizes, chip = self._step.sizes, gpu.chip_of(self.device)
-        headers = tape_headers(self._step.header, self._tables.layout, self._plan.page_tokens)
-        binary = tape_binary(headers, chip, self.defines)
-        kernel = driver.CUkernel(int(module_of(binary, self.device).get_kernel("tape").handle))
-        most_shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        number = self.device.index or 0
-        _ok(driver.cuKernelSetAttribute(most_shared, sizes.shared_bytes, kernel, number), "give it its memory")
-        function = _ok(driver.cuKernelGetFunction(kernel), "load it")
-        answer = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, sizes.n_threads, sizes.shared_bytes)
-        fit = _ok(answer, "ask how many blocks fit") * chip.n_multiprocessors
-        if fit < sizes.grid.n_blocks:
-            raise HardwareCannot(
-                f"the persistent kernel has {sizes.grid.n_blocks} blocks that wait for each other, and {fit} fit on "
-                "this card at once; use --mode loop"
-            )
-        return function
+        step, layout = self._step, self._tables.layout
+        return tape_kernel(step.header, step.sizes, layout, self._plan.page_tokens, self.device, self.defines)
 
     def _run(self, *, single: bool) -> None:
         from cuda.bindings import driver

@@ -87,6 +87,9 @@ class TorchBackend:
 
             make_bfloat16_safe(talk)
 
+    def compile(self, blocks: ModelBlocks, table: TensorTable, settled: Settled) -> None:
+        """There is nothing to compile."""
+
     def load(
         self, blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None
     ) -> Model:

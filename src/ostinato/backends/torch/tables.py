@@ -36,10 +36,13 @@ class DeviceGrammars(GrammarMemory):
 
 def tensor_tables(layout: Layout, device: torch.device, grammar_bytes: int = 0) -> Tables:
     """Zeroed tables, and memory for so many bytes of grammars: table and grammars on the device, admissions and rings
-    where both sides reach them."""
+    where both sides reach them; on `meta` all of them, without grammars."""
     if device.type == "cpu":
         return as_tensors(Tables.of(layout, grammar_bytes))
     own, *mapped = layout.n_bytes
+    if device.type == "meta":
+        sized = [torch.empty(n_bytes, dtype=torch.uint8, device=device) for n_bytes in (own, *mapped)]
+        return Tables.over(layout, sized, dtype_of)
     table = torch.zeros(own, dtype=torch.uint8, device=device)
     pinned = [pinned_zeros((n_bytes,), torch.uint8, "the rings between host and GPU") for n_bytes in mapped]
     made = Tables.over(layout, [table, *pinned], dtype_of)
