@@ -61,7 +61,7 @@ def _verified(model: str, options: LoadOptions) -> tuple[VerifyReport, dict[str,
     with opened_bare(model, options) as bare:
         settled, n_tokens, loaded = bare.settled, tokenizer_of(bare.checkpoint).vocab_size, bare.load()
         report, tiles = VerifyReport((), {}), settled.weights == "tiles"
-        card = verified_card(settled.device) if settled.kind == "cuda" else None
+        card = verified_card(settled.device, bare.shape.family) if settled.kind == "cuda" else None
         if card is not None:
             verified.forget(card, {options.mode} & set(verified.NEED_VERIFICATION), talk)
         if tiles:
@@ -127,7 +127,7 @@ def _show(report: VerifyReport, facts: dict[str, Any]) -> None:
     rows += [(mode, "", "", f"cannot run here: {reason}") for mode, reason in report.not_run.items()]
     write_columns(rows)
     for mode in facts["kept_for_auto"]:
-        write_line(f"{mode} is verified for this card, driver and version: auto may take it")
+        write_line(f"{mode} is verified for this card, driver, version and family: auto may take it")
     write_line("all agree" if report.passed else "NOT the same: the first difference of each check is above")
 
 
