@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 
 from ostinato.backends.torch.model import Model
+from ostinato.models.granite import GRANITE, multiplied
 from ostinato.models.llama import LLAMA
 from ostinato.models.phi3 import PHI3
 from ostinato.models.qwen2 import QWEN2
@@ -17,7 +19,7 @@ from ostinato.models.rope import Rope
 from ostinato.models.shape import Shape, alike
 from tests.named_model import random_model_of
 
-FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "phi3": PHI3}
+FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "phi3": PHI3, "granite": GRANITE}
 
 
 def shape_of(family: str = "llama", *, windows: Sequence[int | None] = (None, None), **sizes: Any) -> Shape:
@@ -29,6 +31,12 @@ def shape_of(family: str = "llama", *, windows: Sequence[int | None] = (None, No
         **{"ff_width": 192, "vocab": 203, "context": 256, "norm_eps": 1e-5, "attention_bias": family == "qwen2"},
     }
     return alike(family, rope, **{**plain, **sizes}).with_attention(window=tuple(windows))
+
+
+def granite() -> Shape:
+    """Four factors, none of which is 1."""
+    shape = multiplied(shape_of("granite"), residual=0.7, logits=4.0).with_attention(query_scale=0.2)
+    return replace(shape, embedding_scale=6.3)
 
 
 @cache

@@ -25,7 +25,7 @@ from ostinato.models.rope import Rope
 from ostinato.options import Sampling
 from tests.backends.tape.emulator import compiled
 from tests.backends.tape.loop import CONTEXT, N_PAGES, OUTBOX, EmulatedLoop, tape_driver, widened
-from tests.backends.tape.models import shape_of, small
+from tests.backends.tape.models import granite, shape_of, small
 from tests.engine.rig import GREEDY, Driver, stray
 from tests.models.plain_memory import logits as forward
 
@@ -84,6 +84,10 @@ def check_near_torch(model: Model, *, most: int = 12, tolerance: float = TOLERAN
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
 def test_every_family_has_the_logits_of_torch(family: str) -> None:
     check_near_torch(small(shape_of(family)))
+
+
+def test_a_granites_factors_are_multiplied_in() -> None:
+    check_near_torch(small(granite()))
 
 
 @pytest.mark.parametrize("most", [5, 12])

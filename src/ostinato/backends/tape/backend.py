@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from ostinato.files.checkpoint import TensorInfo
     from ostinato.loop.plan import Plan
     from ostinato.models.blocks import ModelBlocks
-    from ostinato.models.shape import Shape
+    from ostinato.models.shape import Multipliers, Shape
     from ostinato.models.tensors import TensorTable
 
 HEAD_WIDTHS: Final = (64, 96, 128, 256)
@@ -182,7 +182,7 @@ def why_not_shape(shape: Shape) -> str | None:
     ff_width = shape.widest_ff
     checks = (
         (shape.experts is None, "experts"),
-        (shape.multipliers == type(shape.multipliers)() and shape.embedding_scale is None, "multipliers"),
+        (_has_known_factors(shape.multipliers), "factors on what goes into attention, or on the gate"),
         (first.qk_norm == "heads", "QK norms over whole rows or after the rotation"),
         (not shape.parallel, "attention and feed-forward in parallel"),
         (not shape.embedding_norm and shape.after_norm_eps is None, "a norm behind the embedding"),
@@ -206,6 +206,12 @@ def why_not_shape(shape: Shape) -> str | None:
         (len({one.ff_width for one in shape.layers}) == 1, "layers with different feed-forward sizes"),
     )
     return next((f"the tape does not know {what}" for known, what in checks if not known), None)
+
+
+def _has_known_factors(multipliers: Multipliers) -> bool:
+    """Whether only what attention, the feed-forward block and the head give is multiplied."""
+    known = replace(multipliers, attention_out=1.0, mixer_out=1.0, ff_down=1.0, head=1.0)
+    return known == type(multipliers)()
 
 
 def why_not_rows(n_slots: int, dtype: str) -> str | None:

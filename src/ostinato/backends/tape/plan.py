@@ -382,6 +382,10 @@ def shape_header(
         "NORM_EPS": _float(s.norm_eps),
         "QK_NORM_EPS": _float(s.norm_eps if traits.qk_norm_eps is None else traits.qk_norm_eps),
         "QUERY_SCALE": _float(heads.query_scale),
+        "EMBEDDING_SCALE": _float(_rounded(s.embedding_scale or 1.0, traits.embedding)),
+        "OUT_SCALE": _float(s.multipliers.attention_out),
+        "DOWN_SCALE": _float(s.multipliers.ff_down),
+        "HEAD_SCALE": _float(s.multipliers.head),
         "ROPE_SETS": s.n_rope_sets,
         "ROPE_HALF": rope.width // 2,
         "ROPE_NEIGHBOURS": int(rope.pairing == "neighbours"),
@@ -653,6 +657,10 @@ def _weight_buffers(model: Model) -> list[Buffer]:
 
 def _whole(n: int, unit: int) -> int:
     return -(-n // unit) * unit
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=dtype))
 
 
 def _float(value: float) -> str:

@@ -151,12 +151,13 @@ DEVICE void store_output(
     const int parity = ref.layer & 1, column = tile * 16 + r;
     if (ref.segment == SEGMENT_OUT || ref.segment == SEGMENT_DOWN) {
         const bool is_down = ref.segment == SEGMENT_DOWN;  // which begins the next layer
-        const float sum = p.shared->residual[is_down][(own * 16 + r) * MAX_ROWS + row] + value;
+        const float added = value * (is_down ? DOWN_SCALE : OUT_SCALE);
+        const float sum = p.shared->residual[is_down][(own * 16 + r) * MAX_ROWS + row] + added;
         u64* const to = hop_x(tape, is_down ? parity ^ 1 : 2 + parity, row);
         put(to + column, bits_of(sum), p.tag + is_down);
     } else if (ref.segment == SEGMENT_HEAD) {
         if (column >= VOCAB(tape.view)) return;
-        tape.logits[(u64)row * VOCAB(tape.view) + column] = value * p.shared->scale[row];
+        tape.logits[(u64)row * VOCAB(tape.view) + column] = value * p.shared->scale[row] * HEAD_SCALE;
     } else {
         float out = value * p.shared->scale[row];
         if (HAS_BIAS) out += tape.qkv_bias[ref.layer * QKV_COLUMNS + begin + column];
