@@ -12,14 +12,20 @@ import torch
 from ostinato.backends.torch.model import Model
 from ostinato.models.granite import GRANITE, multiplied
 from ostinato.models.llama import LLAMA
+from ostinato.models.mistral3 import MISTRAL3
 from ostinato.models.phi3 import PHI3
 from ostinato.models.qwen2 import QWEN2
 from ostinato.models.qwen3 import QWEN3
-from ostinato.models.rope import Rope
-from ostinato.models.shape import Shape, alike
+from ostinato.models.rope import Rope, yarn
+from ostinato.models.shape import QueryTemperature, Shape, alike, with_rope_where
+from ostinato.models.smollm3 import SMOLLM3
 from tests.named_model import random_model_of
 
-FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "phi3": PHI3, "granite": GRANITE}
+FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "phi3": PHI3} | {
+    "granite": GRANITE,
+    "smollm3": SMOLLM3,
+    "mistral3": MISTRAL3,
+}
 
 
 def shape_of(family: str = "llama", *, windows: Sequence[int | None] = (None, None), **sizes: Any) -> Shape:
@@ -37,6 +43,21 @@ def granite() -> Shape:
     """Four factors, none of which is 1."""
     shape = multiplied(shape_of("granite"), residual=0.7, logits=4.0).with_attention(query_scale=0.2)
     return replace(shape, embedding_scale=6.3)
+
+
+def smollm3(turned: Sequence[bool] = (False, True, True)) -> Shape:
+    """Some layers without rotary positions."""
+    return with_rope_where(shape_of("smollm3", windows=[None] * len(turned)), turned)
+
+
+def mistral3() -> Shape:
+    """YaRN, and queries that grow every fourth position."""
+    rope = Rope(10_000.0, 64, "halves", yarn(64, 10_000.0, 8.0, 16), amplitude=1.1)
+    return shape_of("mistral3").with_attention(rope=rope, temperature=QueryTemperature(0.4, 4))
+
+
+# Families that were emulated only: each has what no other has.
+EMULATED = {"granite": granite, "smollm3": smollm3, "mistral3": mistral3}
 
 
 @cache

@@ -32,7 +32,7 @@ from ostinato.models.header import HeaderTensors, tensors_in
 from ostinato.models.named_shapes import named_shape
 from ostinato.models.shape import ExpertShape, MambaShape, Multipliers, Shape
 from ostinato.options import LoadOptions
-from tests.backends.tape.models import FAMILIES, shape_of, small
+from tests.backends.tape.models import EMULATED, FAMILIES, shape_of, small
 
 LLAMA = shape_of()
 PACKABLE = shape_of(hidden=256, ff_width=256)
@@ -53,8 +53,10 @@ SHAPES: dict[str, tuple[Shape, str]] = {
     ),
     "no attention": (LLAMA.with_layers(attention=None), "layers that are not causal attention"),
     "encoder": (replace(LLAMA, causal=False), "layers that are not causal attention"),
-    "multipliers": (replace(LLAMA, multipliers=Multipliers(head=0.5)), "multipliers"),
-    "embedding": (replace(LLAMA, embedding_scale=11.0), "multipliers"),
+    "multipliers": (
+        replace(LLAMA, multipliers=Multipliers(ff_gate=0.5)),
+        "factors on what goes into attention, or on the gate",
+    ),
     "cap of scores": (LLAMA.with_attention(softcap=50.0), "soft caps"),
     "cap of logits": (replace(LLAMA, logit_softcap=30.0), "soft caps"),
     "activation": (replace(LLAMA, activation="gelu"), "the activation gelu: it has silu"),
@@ -63,8 +65,11 @@ SHAPES: dict[str, tuple[Shape, str]] = {
     "group": (LLAMA.with_attention(n_heads=9, n_kv_heads=1), "9 heads for each of keys: it has 1 to 8"),
     "hidden": (replace(LLAMA, hidden=96), "a hidden size of 96: it wants a multiple of 64"),
     "feed-forward": (LLAMA.with_layers(ff_width=200), "a feed-forward size of 200: it wants a multiple of 64"),
-    "no rope": (LLAMA.with_attention(rope=None), "layers with different rotary positions"),
-    "ropes": (LLAMA.with_attention(rope=(*LLAMA.rope_kinds, None)), "layers with different rotary positions"),
+    "no rope": (LLAMA.with_attention(rope=None), "models without rotary positions"),
+    "ropes": (
+        LLAMA.with_attention(rope=(*LLAMA.rope_kinds, replace(LLAMA.rope_kinds[0], width=32))),
+        "rotary positions of different widths, pairs or amplitudes",
+    ),
     "a layer without attention": (
         LLAMA.with_layers(attention=(LLAMA.attention[0], None)),
         "layers that are not causal attention",
@@ -86,6 +91,12 @@ def test_a_shape_that_it_cannot_express_is_named(what: str) -> None:
 @pytest.mark.parametrize("width", HEAD_WIDTHS)
 def test_shapes_of_its_families_have_no_reason(family: str, width: int) -> None:
     assert why_not_shape(shape_of(family, head_width=width)) is None
+
+
+@pytest.mark.parametrize("family", EMULATED)
+def test_shapes_with_what_only_one_family_has_have_none(family: str) -> None:
+    model = small(EMULATED[family]())
+    assert TAPE.why_not("persistent", model.shape, tensors_in(model), LoadOptions(), CARD) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -25,7 +25,7 @@ from ostinato.models.rope import Rope
 from ostinato.options import Sampling
 from tests.backends.tape.emulator import compiled
 from tests.backends.tape.loop import CONTEXT, N_PAGES, OUTBOX, EmulatedLoop, tape_driver, widened
-from tests.backends.tape.models import granite, shape_of, small
+from tests.backends.tape.models import EMULATED, shape_of, small
 from tests.engine.rig import GREEDY, Driver, stray
 from tests.models.plain_memory import logits as forward
 
@@ -86,8 +86,9 @@ def test_every_family_has_the_logits_of_torch(family: str) -> None:
     check_near_torch(small(shape_of(family)))
 
 
-def test_a_granites_factors_are_multiplied_in() -> None:
-    check_near_torch(small(granite()))
+@pytest.mark.parametrize("family", EMULATED)
+def test_families_that_ran_on_no_card_have_the_logits_of_torch(family: str) -> None:
+    check_near_torch(small(EMULATED[family]()))
 
 
 @pytest.mark.parametrize("most", [5, 12])
@@ -157,8 +158,9 @@ def test_a_request_decodes_the_same_in_any_slot_company_and_order_of_events() ->
             assert [driver.tokens(generation) for generation in asked] == expected
 
 
-def test_logits_have_the_same_bits_alone_and_among_neighbours() -> None:
-    model = small(LLAMA)
+@pytest.mark.parametrize("family", ["llama", *EMULATED])
+def test_logits_have_the_same_bits_alone_and_among_neighbours(family: str) -> None:
+    model = small(EMULATED[family]() if family in EMULATED else LLAMA)
     with closing(tape_driver(model, seed=1)) as driver:
         _, expected = by_steps(driver, [1, 2, 3, 4], 6)
     with closing(tape_driver(model, seed=2)) as driver:

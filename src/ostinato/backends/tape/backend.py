@@ -175,7 +175,8 @@ class TapeRunner(CudaRunner):
 
 def why_not_shape(shape: Shape) -> str | None:
     """Why the kernel cannot express a shape; None where it can."""
-    heads = {replace(one, window=None) for one in shape.attention.values()}
+    heads = {replace(one, window=None, rope=None) for one in shape.attention.values()}
+    ropes = {(rope.width, rope.pairing, rope.amplitude) for rope in shape.rope_kinds}
     first = next(iter(heads), None)
     if shape.recurrent or len(shape.attention) < shape.n_layers or not shape.causal or first is None:
         return "the tape does not know layers that are not causal attention"
@@ -186,7 +187,6 @@ def why_not_shape(shape: Shape) -> str | None:
         (first.qk_norm == "heads", "QK norms over whole rows or after the rotation"),
         (not shape.parallel, "attention and feed-forward in parallel"),
         (not shape.embedding_norm and shape.after_norm_eps is None, "a norm behind the embedding"),
-        (first.temperature is None, "queries that grow with their position"),
         (first.latent is None, "multi-head latent attention"),
         (not first.gated, "gates on the output of attention"),
         (not first.sinks, "attention sinks"),
@@ -201,7 +201,8 @@ def why_not_shape(shape: Shape) -> str | None:
         (1 <= first.group <= 8, f"{first.group} heads for each of keys: it has 1 to 8"),
         (shape.hidden % 64 == 0, f"a hidden size of {shape.hidden}: it wants a multiple of 64"),
         (ff_width > 0 and ff_width % 64 == 0, f"a feed-forward size of {ff_width}: it wants a multiple of 64"),
-        (len({one.rope for one in heads}) == 1 and first.rope is not None, "layers with different rotary positions"),
+        (len(ropes) > 0, "models without rotary positions"),
+        (len(ropes) < 2, "rotary positions of different widths, pairs or amplitudes"),
         (len(heads) == 1, "layers with different heads"),
         (len({one.ff_width for one in shape.layers}) == 1, "layers with different feed-forward sizes"),
     )

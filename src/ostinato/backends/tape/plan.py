@@ -307,11 +307,10 @@ def attention_plan_bytes(
 ) -> int:
     """What attention knows of a step: `struct AttentionPlan` of `attention_plan.h`, field by field."""
     heads = heads_of(shape)
-    assert heads.rope is not None
     items = _items(heads, grid, n_slots, kept_bytes)
     longest_split = _whole(max_pages * page_tokens, LEAST_SPLIT * SPLITS) // SPLITS
     pages = items * (longest_split // page_tokens + 2)
-    rotations = n_slots * max(1, heads.rope.width // 2)
+    rotations = len(shape.rope_kinds) * n_slots * max(1, shape.rope_kinds[0].width // 2)
     return _whole(16 * shape.n_layers + 8 * rotations + ITEM_BYTES * items + 4 * (pages + n_slots + 3), 8)
 
 
@@ -322,8 +321,14 @@ def _items(heads: AttentionShape, grid: TapeGrid, n_slots: int, kept_bytes: int)
 
 
 def heads_of(shape: Shape) -> AttentionShape:
-    """How its layers attend, which on the tape is alike but for the window (`why_not_shape`)."""
+    """How its layers attend, which on the tape is alike but for the window and the rope (`why_not_shape`)."""
     return shape.attention[0]
+
+
+def layer_ropes_of(shape: Shape) -> list[int]:
+    """Of each layer, which of the model's kinds of rope it has; -1: none."""
+    number = {None: -1, **{rope: n for n, rope in enumerate(shape.rope_kinds)}}
+    return [number[one.rope] for one in shape.attention.values()]
 
 
 class Traits(NamedTuple):
@@ -356,8 +361,7 @@ def shape_header(
 ) -> str:
     """`shape.h`: everything that the kernel is compiled for."""
     s, grid, heads = shape, sizes.grid, heads_of(shape)
-    rope = heads.rope
-    assert rope is not None
+    rope, temperature, layer_ropes = s.rope_kinds[0], heads.temperature, layer_ropes_of(s)
     numbers: dict[str, object] = {
         "N_BLOCKS": grid.n_blocks,
         "N_COMPUTE_WARPS": grid.n_compute_warps,
@@ -386,6 +390,11 @@ def shape_header(
         "OUT_SCALE": _float(s.multipliers.attention_out),
         "DOWN_SCALE": _float(s.multipliers.ff_down),
         "HEAD_SCALE": _float(s.multipliers.head),
+        "QUERY_TEMPERATURE": _float(0.0 if temperature is None else temperature.scale),
+        "QUERY_SPAN": 1 if temperature is None else temperature.span,
+        "ROPE_KINDS": len(s.rope_kinds),
+        "ROPE_BY_LAYER": int(any(layer_ropes)),
+        "LAYER_ROPES": ", ".join(map(str, layer_ropes)),
         "ROPE_SETS": s.n_rope_sets,
         "ROPE_HALF": rope.width // 2,
         "ROPE_NEIGHBOURS": int(rope.pairing == "neighbours"),
@@ -534,7 +543,7 @@ class TapeStep:
             "tape_at": torch.tensor(self.partition.begins, dtype=torch.int64, device=device),
             "segments": torch.tensor(self._segments(of_qkv), dtype=torch.int32, device=device),
             "norms": torch.stack([norm.weight.float() for norm in (*norms, model.norm)]).contiguous(),
-            "frequencies": next(iter(model.frequencies.values())).float().contiguous(),
+            "frequencies": torch.stack([model.frequencies[rope].float() for rope in s.rope_kinds]),
             "windows": torch.tensor([one.shape.window or 0 for one in attention], dtype=torch.int32, device=device),
             "embedding": _plain_embedding(model),
         }

@@ -84,12 +84,14 @@ DEVICE u32 line_at(int page, int position, int head) {
 }
 
 DEVICE void note_cos_sin(const ComputeThread& p, const Tape& tape, int n_rows, AttentionPlan& plan) {
-    for (int i = p.thread; i < n_rows * ROPE_HALF; i += N_COMPUTE_THREADS) {
-        const int row = i / ROPE_PAIRS, pair = i % ROPE_PAIRS;
-        const int set = ROPE_SETS > 1 ? load_fresh(TABLE_rope_set(tape.view) + p.shared->slot[row]) : 0;
+    for (int i = p.thread; i < ROPE_KINDS * n_rows * ROPE_HALF; i += N_COMPUTE_THREADS) {
+        const int kind = ROPE_KINDS > 1 ? i / ROPE_PAIRS / n_rows : 0;
+        const int row = i / ROPE_PAIRS - kind * n_rows, pair = i % ROPE_PAIRS;
+        const int slot_set = ROPE_SETS > 1 ? load_fresh(TABLE_rope_set(tape.view) + p.shared->slot[row]) : 0;
+        const int set = kind * ROPE_SETS + slot_set;
         float sine, cosine;
         sincos_exact((float)p.shared->position[row] * tape.frequencies[set * ROPE_HALF + pair], sine, cosine);
-        plan.cos_sin[row][pair] = float2{cosine * ROPE_AMPLITUDE, sine * ROPE_AMPLITUDE};
+        plan.cos_sin[kind * MAX_ROWS + row][pair] = float2{cosine * ROPE_AMPLITUDE, sine * ROPE_AMPLITUDE};
     }
     for (int i = p.thread; i < N_LAYERS; i += N_COMPUTE_THREADS) plan.caches[i] = tape.caches[i];
 }
@@ -269,6 +271,7 @@ DEVICE void prepare_line(const AttentionArgs& p, const AttentionPlan& plan, int 
     const Item& item = plan.items[line.i < plan.n_items ? line.i : 0];
     const bool is_query = line.part < GROUP, is_value = line.part > GROUP;
     const int head = is_query ? item.head * GROUP + line.part : N_HEADS + (line.part - GROUP) * N_KV_HEADS + item.head;
+    const int rope = rope_of(p.layer);
     if (line.i < plan.n_items && (is_query || item.is_last)) {
         line.from = p.qkv + item.row * QKV_COLUMNS + head * HEAD_WIDTH;
     }
@@ -277,7 +280,7 @@ DEVICE void prepare_line(const AttentionArgs& p, const AttentionPlan& plan, int 
         const int pair = lane() + 32 * k;
         line.words[k][0] = line.words[k][1] = 0;
         line.cos_sin[k] = float2{1.0f, 0.0f};
-        if (!is_value && pair < ROPE_HALF) line.cos_sin[k] = plan.cos_sin[item.row][pair];
+        if (!is_value && rope >= 0 && pair < ROPE_HALF) line.cos_sin[k] = plan.cos_sin[rope * MAX_ROWS + item.row][pair];
         if (!HAS_QK_NORM || !is_there(k)) continue;
         const float* const weights = p.norms + (is_query ? 0 : HEAD_WIDTH);
         line.norm[k][0] = weights[low_column(pair)];
@@ -329,6 +332,13 @@ DEVICE int query_column(int column) {
     return word == 1 ? column + 2 : word == 2 ? column - 2 : column;
 }
 
+// What a row's queries are multiplied by: in some models it grows with the position.
+DEVICE float query_scale(int row) {
+    if (QUERY_TEMPERATURE == 0.0f) return QUERY_SCALE;
+    const int position = ((const Shared*)shared_memory())->position[row];
+    return QUERY_SCALE * (1.0f + QUERY_TEMPERATURE * log_float((float)(1 + position / QUERY_SPAN)));
+}
+
 DEVICE void lay_line(const AttentionArgs& p, const AttentionPlan& plan, const Line& line) {
     float values[PAIRS_EACH][2];
     UNROLL
@@ -341,6 +351,7 @@ DEVICE void lay_line(const AttentionArgs& p, const AttentionPlan& plan, const Li
     const Cache& cache = plan.caches[p.layer];
     char* const cell = (is_value ? cache.values : cache.keys) + (u64)plan.items[line.i].own_line * 16;
     char* const to = line_place(line.i, line.part);
+    const float size = is_query ? query_scale(plan.items[line.i].row) : 1.0f;
     UNROLL
     for (int k = 0; k < PAIRS_EACH; k++) {
         if (!is_there(k)) continue;
@@ -349,7 +360,6 @@ DEVICE void lay_line(const AttentionArgs& p, const AttentionPlan& plan, const Li
             values[k][1] *= norm * line.norm[k][1];
         }
         const float2 cos_sin = line.cos_sin[k];
-        const float size = is_query ? QUERY_SCALE : 1.0f;
         const float low = (values[k][0] * cos_sin.x - values[k][1] * cos_sin.y) * size;
         const float high = (values[k][1] * cos_sin.x + values[k][0] * cos_sin.y) * size;
         const int pair = lane() + 32 * k;

@@ -244,6 +244,7 @@ INSTRUCTION(float, from_f16, (u16 bits), "cvt.f32.f16 %0, %1;", "=f", "h"(bits))
 INSTRUCTION(float, exp2_fast, (float value), "ex2.approx.ftz.f32 %0, %1;", "=f", "f"(value))
 INSTRUCTION(float, rsqrt_fast, (float value), "rsqrt.approx.ftz.f32 %0, %1;", "=f", "f"(value))
 
+DEVICE float log_float(float value) { return logf(value); }
 DEVICE double log_exact(double value) { return log(value); }
 DEVICE double exp_exact(double value) { return exp(value); }
 DEVICE void sincos_exact(float angle, float& sine, float& cosine) { sincosf(angle, &sine, &cosine); }

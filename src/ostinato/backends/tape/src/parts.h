@@ -57,7 +57,7 @@ struct Tape {
     const float* norms;         // [2 * N_LAYERS + 1][HIDDEN]: before attention, before the MLP; at the end
     const float* qkv_bias;      // [N_LAYERS][QKV_COLUMNS], or null
     const float* qk_norms;      // [N_LAYERS][2][HEAD_WIDTH], or null
-    const float* frequencies;   // [ROPE_SETS][ROPE_HALF]
+    const float* frequencies;   // [ROPE_KINDS][ROPE_SETS][ROPE_HALF]
     const char* embedding;      // [vocab, HIDDEN] of EMBEDDING_TYPE
     const Cache* caches;        // [N_LAYERS]
     const int* windows;         // [N_LAYERS]; 0: all that came before
