@@ -200,6 +200,7 @@ DEVICE u32 pair_f16(float low, float high) { return (u32)to_f16(high) << 16 | to
 DEVICE float exp2_fast(float value) { return exp2f(value); }
 DEVICE float rsqrt_fast(float value) { return 1.0f / sqrtf(value); }
 DEVICE float log_float(float value) { return logf(value); }
+DEVICE float erf_float(float value) { return erff(value); }
 DEVICE double log_exact(double value) { return log(value); }
 DEVICE double exp_exact(double value) { return exp(value); }
 DEVICE void sincos_exact(float angle, float& sine, float& cosine) {

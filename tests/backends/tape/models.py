@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ostinato.backends.torch.model import Model
+from ostinato.models.gemma import GEMMA
 from ostinato.models.granite import GRANITE, multiplied
 from ostinato.models.llama import LLAMA
 from ostinato.models.mistral3 import MISTRAL3
@@ -25,6 +26,7 @@ FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "phi3": PHI3} | {
     "granite": GRANITE,
     "smollm3": SMOLLM3,
     "mistral3": MISTRAL3,
+    "gemma": GEMMA,
 }
 
 
@@ -56,8 +58,13 @@ def mistral3() -> Shape:
     return shape_of("mistral3").with_attention(rope=rope, temperature=QueryTemperature(0.4, 4))
 
 
+def gemma() -> Shape:
+    """GELU by tanh, and scaled embeddings."""
+    return replace(shape_of("gemma"), activation="gelu_tanh", embedding_scale=128**0.5)
+
+
 # Families that were emulated only: each has what no other has.
-EMULATED = {"granite": granite, "smollm3": smollm3, "mistral3": mistral3}
+EMULATED = {"granite": granite, "smollm3": smollm3, "mistral3": mistral3, "gemma": gemma}
 
 
 @cache

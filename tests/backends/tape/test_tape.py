@@ -91,6 +91,15 @@ def test_families_that_ran_on_no_card_have_the_logits_of_torch(family: str) -> N
     check_near_torch(small(EMULATED[family]()))
 
 
+def test_gelu_by_the_error_function_is_near_too() -> None:
+    check_near_torch(small(replace(LLAMA, activation="gelu")), most=6)
+
+
+def test_scores_and_logits_are_capped() -> None:
+    capped = replace(LLAMA.with_attention(softcap=0.5, query_scale=1.0), logit_softcap=2.0)
+    check_near_torch(small(capped), most=6)
+
+
 @pytest.mark.parametrize("most", [5, 12])
 def test_sequences_on_both_sides_of_longropes_border_have_the_logits_of_torch(most: int) -> None:
     long = tuple(1.0 + i / 4 for i in range(32))

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from ostinato.models.tensors import TensorTable
 
 HEAD_WIDTHS: Final = (64, 96, 128, 256)
+ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu")  # in the order of parts.h
 HALVES: Final = ("bfloat16", "float16")
 MOST_SLOTS: Final = 8  # columns of a tensor core's product
 EMBEDDING: Final = "token_embd.weight"
@@ -193,8 +194,7 @@ def why_not_shape(shape: Shape) -> str | None:
         (all(one.kv_from is None for one in heads), "layers that read the keys and values of another"),
         (not first.value_norm, "norms of values"),
         (not shape.per_layer_width, "a second embedding of which every layer takes a part"),
-        (first.softcap is None and shape.logit_softcap is None, "soft caps"),
-        (shape.activation == "silu", f"the activation {shape.activation}: it has silu"),
+        (shape.activation in ACTIVATIONS, f"the activation {shape.activation}: it has {', '.join(ACTIVATIONS)}"),
         (not shape.mlp_bias, "a bias in the feed-forward block"),
         (first.head_width in HEAD_WIDTHS, f"heads of width {first.head_width}: it has {_list(HEAD_WIDTHS)}"),
         (first.value_width == first.head_width, "values that are not as wide as keys"),

@@ -20,6 +20,7 @@ from ostinato.backends.cuda.launch import checked
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.scratch import scratch_elements
 from ostinato.backends.machine import Chip, arch_of
+from ostinato.backends.tape.backend import ACTIVATIONS
 from ostinato.backends.tape.pack import TapeSource, source_of, tape_of, why_not_packed
 from ostinato.backends.tape.partition import (
     Segment,
@@ -390,6 +391,9 @@ def shape_header(
         "OUT_SCALE": _float(s.multipliers.attention_out),
         "DOWN_SCALE": _float(s.multipliers.ff_down),
         "HEAD_SCALE": _float(s.multipliers.head),
+        "ACTIVATION": ACTIVATIONS.index(s.activation),
+        "SCORE_CAP": _float(heads.softcap or 0.0),
+        "LOGIT_CAP": _float(s.logit_softcap or 0.0),
         "QUERY_TEMPERATURE": _float(0.0 if temperature is None else temperature.scale),
         "QUERY_SPAN": 1 if temperature is None else temperature.span,
         "ROPE_KINDS": len(s.rope_kinds),

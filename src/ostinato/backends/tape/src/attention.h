@@ -51,7 +51,6 @@ constexpr int PARTS_AT = ITEMS_AT_ONCE * LINES * LINE_BYTES;
 static_assert(ACTIVATION_BYTES >= ATTENTION_BYTES, "attention works where activations lie");
 
 #define MASKED (-1e30f)
-#define LOG2_E 1.4426950408889634f
 
 DEVICE char* room_here() { return shared_memory() + RING_AT + STAGES * STAGE_BYTES; }
 DEVICE char* line_place(int i, int part) { return room_here() + (i * LINES + part) * LINE_BYTES; }
@@ -480,7 +479,8 @@ DEVICE void to_weights(int n_visible, bool is_first, float scores[4], SoftmaxSta
     float top = softmax.top;
     UNROLL
     for (int u = 0; u < 4; u++) {
-        scores[u] = value_position(u) < n_visible ? scores[u] * LOG2_E : MASKED;
+        const float score = SCORE_CAP > 0.0f ? soft_capped(scores[u], SCORE_CAP) : scores[u];
+        scores[u] = value_position(u) < n_visible ? score * LOG2_E : MASKED;
         top = larger(top, scores[u]);
     }
     UNROLL

@@ -245,6 +245,7 @@ INSTRUCTION(float, exp2_fast, (float value), "ex2.approx.ftz.f32 %0, %1;", "=f",
 INSTRUCTION(float, rsqrt_fast, (float value), "rsqrt.approx.ftz.f32 %0, %1;", "=f", "f"(value))
 
 DEVICE float log_float(float value) { return logf(value); }
+DEVICE float erf_float(float value) { return erff(value); }
 DEVICE double log_exact(double value) { return log(value); }
 DEVICE double exp_exact(double value) { return exp(value); }
 DEVICE void sincos_exact(float angle, float& sine, float& cosine) { sincosf(angle, &sine, &cosine); }

@@ -139,9 +139,13 @@ DEVICE Source source_of(const Tape& tape, const SegmentRef& ref) {
     return {nullptr, 0};
 }
 
+// SiLU, or GELU by tanh or the error function: the first two are x times the sigmoid of x, and of a polynomial.
 DEVICE float gated(float gate, float up, float scale) {
     const float given = gate * scale;
-    return given / (1.0f + exp2_fast(-1.4426950408889634f * given)) * (up * scale);
+    if (ACTIVATION == ACTIVATION_GELU) return 0.5f * given * (1.0f + erf_float(given * 0.7071067811865476f)) * (up * scale);
+    const float cubic = given * (1.5957691216057308f + 0.0713548162726f * given * given);  // 2 sqrt(2 / pi) (x + 0.044715 x^3)
+    const float inside = ACTIVATION == ACTIVATION_GELU_TANH ? cubic : given;
+    return given / (1.0f + exp2_fast(-LOG2_E * inside)) * (up * scale);
 }
 
 // Stores one value of a product for the blocks that need it. `begin`: of the rows of q, k and v, the segment's first.
@@ -157,7 +161,8 @@ DEVICE void store_output(
         put(to + column, bits_of(sum), p.tag + is_down);
     } else if (ref.segment == SEGMENT_HEAD) {
         if (column >= VOCAB(tape.view)) return;
-        tape.logits[(u64)row * VOCAB(tape.view) + column] = value * p.shared->scale[row] * HEAD_SCALE;
+        const float logit = value * p.shared->scale[row] * HEAD_SCALE;
+        tape.logits[(u64)row * VOCAB(tape.view) + column] = LOGIT_CAP > 0.0f ? soft_capped(logit, LOGIT_CAP) : logit;
     } else {
         float out = value * p.shared->scale[row];
         if (HAS_BIAS) out += tape.qkv_bias[ref.layer * QKV_COLUMNS + begin + column];
