@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ostinato.backends.torch.model import Model
-from ostinato.models.gemma import GEMMA
+from ostinato.models.gemma import GEMMA, GEMMA2, GEMMA3, two_ropes, windowed
+from ostinato.models.glm4 import GLM4
 from ostinato.models.granite import GRANITE, multiplied
 from ostinato.models.llama import LLAMA
 from ostinato.models.mistral3 import MISTRAL3
@@ -27,6 +28,9 @@ FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "phi3": PHI3} | {
     "smollm3": SMOLLM3,
     "mistral3": MISTRAL3,
     "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "glm4": GLM4,
 }
 
 
@@ -63,8 +67,28 @@ def gemma() -> Shape:
     return replace(shape_of("gemma"), activation="gelu_tanh", embedding_scale=128**0.5)
 
 
+def gemma2() -> Shape:
+    """Norms after a block, caps that scores and logits reach, every other layer a window."""
+    shape = replace(gemma(), family="gemma2", logit_softcap=2.0)
+    return shape.with_attention(softcap=0.5, query_scale=1.0, window=(5, None))
+
+
+def gemma3() -> Shape:
+    """The same without caps; norms of queries and keys, and layers with a window that have a RoPE of their own."""
+    return two_ropes(windowed(replace(gemma(), family="gemma3"), 5, global_every=2), Rope(1e6, 64, "halves"), 1e4)
+
+
+def glm4() -> Shape:
+    """Half of each head rotated, as neighbouring pairs; a bias of q, k and v; gate and up in one tensor."""
+    return shape_of("glm4", attention_bias=True).with_attention(rope=Rope(10_000.0, 32, "neighbours"))
+
+
 # Families that were emulated only: each has what no other has.
-EMULATED = {"granite": granite, "smollm3": smollm3, "mistral3": mistral3, "gemma": gemma}
+EMULATED = {"granite": granite, "smollm3": smollm3, "mistral3": mistral3, "gemma": gemma} | {
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "glm4": glm4,
+}
 
 
 @cache

@@ -121,8 +121,8 @@ TENSORS: dict[str, tuple[Callable[[HeaderTensors], HeaderTensors], str]] = {
     "no gate": (without_gate, WANTS),
     "layer norm": (with_tensor("blk.1.attn_norm.bias"), WANTS),
     "learned positions": (with_tensor("position_embd.weight"), WANTS),
-    "after attention": (with_tensor("blk.0.post_attention_norm.weight"), "the tape has no norms after a block"),
-    "after the mlp": (with_tensor("blk.1.post_ffw_norm.weight"), "the tape has no norms after a block"),
+    "after attention": (with_tensor("blk.0.post_attention_norm.weight"), "the tape wants norms before every block"),
+    "after the mlp": (with_tensor("blk.1.post_ffw_norm.weight"), "the tape wants norms before every block"),
     "bias of the head": (with_tensor("output.bias"), "the tape has no bias of output"),
     "bias of a product": (with_tensor("blk.1.attn_output.bias"), "the tape has no bias of blk.1.attn_output"),
     "two kinds": (

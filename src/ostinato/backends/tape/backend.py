@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, product
 from typing import TYPE_CHECKING, Final
 
 from ostinato.backends.base import (
@@ -187,7 +187,7 @@ def why_not_shape(shape: Shape) -> str | None:
         (_has_known_factors(shape.multipliers), "factors on what goes into attention, or on the gate"),
         (first.qk_norm == "heads", "QK norms over whole rows or after the rotation"),
         (not shape.parallel, "attention and feed-forward in parallel"),
-        (not shape.embedding_norm and shape.after_norm_eps is None, "a norm behind the embedding"),
+        (not shape.embedding_norm, "a norm behind the embedding"),
         (first.latent is None, "multi-head latent attention"),
         (not first.gated, "gates on the output of attention"),
         (not first.sinks, "attention sinks"),
@@ -226,8 +226,8 @@ def why_not_rows(n_slots: int, dtype: str) -> str | None:
 
 def why_not_tensors(shape: Shape, tensors: HeaderTensors, *, packed: bool) -> str | None:
     """Why it cannot lay out a model's tensors; None where it can, as far as their types are known."""
-    if has_norm_after_block(tensors):
-        return "the tape has no norms after a block"
+    if has_norm_after_block(tensors) and not all(f"blk.{n}.{at}.weight" in tensors for n, at in _norms(shape)):
+        return "the tape wants norms before every block, and after all of them or none"
     if has_layer_norm(tensors) or has_learned_positions(tensors) or has_plain_mlp(shape, tensors):
         return "the tape wants RMS norms, rotary positions and a gate in the feed-forward block"
     biased = next((name for name in tensors if name.endswith(".bias") and not name.endswith(_BIASED)), None)
@@ -243,6 +243,11 @@ def why_not_tensors(shape: Shape, tensors: HeaderTensors, *, packed: bool) -> st
     return None
 
 
+def _norms(shape: Shape) -> Iterator[tuple[int, str]]:
+    """The norms of a model that has them before and after each block."""
+    return product(range(shape.n_layers), ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"))
+
+
 def why_too_large(
     shape: Shape, tensors: HeaderTensors, options: LoadOptions, kv_type: KVType, chip: Chip | None, *, packed: bool
 ) -> str | None:
@@ -253,9 +258,10 @@ def why_too_large(
 
     page = PAGE_TOKENS["cuda"]
     max_pages = -(-(options.context or shape.default_context) // page)
-    matrices = matrices_of(shape, tensors, packed=packed)
+    matrices, after_norms = matrices_of(shape, tensors, packed=packed), has_norm_after_block(tensors)
+    room = {"page_tokens": page, "max_pages": max_pages}
     try:
-        TapeSizes.of(shape, matrices, options.slots, chip, kv_type=kv_type, page_tokens=page, max_pages=max_pages)
+        TapeSizes.of(shape, matrices, options.slots, chip, kv_type=kv_type, after_norms=after_norms, **room)
     except HardwareCannot as error:
         return str(error)
     return None

@@ -45,7 +45,7 @@ from ostinato.cache.kv_bytes import KV_FORMATS
 from ostinato.errors import BadPointer, HardwareCannot, InternalError
 from ostinato.loop.layout import Tables
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
-from ostinato.models.blocks import Attention, GatedMLP, Linear, with_leaves
+from ostinato.models.blocks import Attention, GatedMLP, Layer, Linear, Norm, with_leaves
 from ostinato.models.shape import AttentionShape, Shape
 from ostinato.options import Activations, KVType
 
@@ -81,7 +81,7 @@ _POINTERS: Final = (
     *("tape", "tape_at", "segments", "norms", "qkv_bias", "qk_norms"),
     *("frequencies", "embedding", "caches", "windows", "groups"),
     *("x", "qkv", "parts", "attended", "inside", "summaries", "marks"),
-    *("logits", "scaled", "state", "clock"),
+    *("logits", "scaled", "state", "after_norms", "squares", "clock"),
 )
 
 
@@ -178,6 +178,7 @@ class TapeSizes:
     stage_bytes: int
     activation_bytes: int
     residual_tiles: int  # of x, that a block makes
+    n_residuals: int  # for which they have room: before attention, before the MLP, and what is normed after a block
     n_segments: int
     attention_plan_bytes: int
     deadline_ns: int = DEADLINE_NS
@@ -193,6 +194,7 @@ class TapeSizes:
         kv_type: KVType,
         page_tokens: int,
         max_pages: int,
+        after_norms: bool = False,
     ) -> TapeSizes:
         """As many stages as fit; as many blocks as have work in every product that keeps them in step. Raises
         HardwareCannot where fewer than LEAST_STAGES fit, with the most slots with which they do."""
@@ -207,6 +209,7 @@ class TapeSizes:
                 kv_type=kv_type,
                 page_tokens=page_tokens,
                 max_pages=max_pages,
+                after_norms=after_norms,
             )
 
         sizes = sizes_of(n_slots)
@@ -232,6 +235,7 @@ class TapeSizes:
         kv_type: KVType,
         page_tokens: int,
         max_pages: int,
+        after_norms: bool = False,
     ) -> TapeSizes:
         """With as many stages as fit, be they too few."""
         # A block without a tile there could fall behind by two layers, and its values be overwritten.
@@ -255,6 +259,7 @@ class TapeSizes:
             stage,
             activations,
             residual_tiles=-(-(shape.hidden // 16) // n_blocks),
+            n_residuals=2 + after_norms,
             n_segments=SEGMENTS_A_LAYER * shape.n_layers + 1,
             attention_plan_bytes=attention_plan_bytes(
                 shape, grid, n_slots, kept, page_tokens=page_tokens, max_pages=max_pages
@@ -286,7 +291,7 @@ class TapeSizes:
         compute_warps = self.grid.n_compute_warps
         sum_rows = 4 if self.n_slots <= 4 else 8
         words = 2 + compute_warps * self.grid.tiles_at_once * 16 * sum_rows + (compute_warps * 4 + 3) * self.n_slots
-        words += 2 * self.residual_tiles * 16 * self.n_slots + 4 * self.n_segments
+        words += self.n_residuals * self.residual_tiles * 16 * self.n_slots + 4 * self.n_segments
         return _whole(_whole(GATES_BYTES * self.n_stages + self.attention_plan_bytes + 4 * words, 8), 128)
 
     @property
@@ -339,6 +344,7 @@ class Traits(NamedTuple):
     embedding: torch.dtype
     has_bias: bool  # of q, k and v
     qk_norm_eps: float | None  # None: q and k have no norm
+    after_norms: bool = False  # each block's output is normed before it is added
 
     @staticmethod
     def of(model: Model) -> Traits:
@@ -348,6 +354,7 @@ class Traits(NamedTuple):
             model.embedding.dtype if isinstance(model.embedding, Tensor) else model.dtype,
             attention.qkv.bias is not None,
             None if attention.q_norm is None else attention.q_norm.eps,
+            _has_after_norms(model),
         )
 
 
@@ -410,6 +417,8 @@ def shape_header(
         "EMBEDDING_TYPE": _TYPES[traits.embedding],
         "HAS_BIAS": int(traits.has_bias),
         "HAS_QK_NORM": int(traits.qk_norm_eps is not None),
+        "HAS_AFTER_NORMS": int(traits.after_norms),
+        "AFTER_NORM_EPS": _float(s.after_norm_eps or s.norm_eps),
         **{f"HAS_WEIGHT_{weight_type.name}": int(weight_type in weight_types) for weight_type in WeightType},
         "WIDE": int(activations == "wide"),
         "DEADLINE_NS": f"{sizes.deadline_ns}LL",
@@ -459,6 +468,7 @@ class TapeStep:
             kv_type=kv_type,
             page_tokens=memory.page_tokens,
             max_pages=tables.layout.max_pages,
+            after_norms=_has_after_norms(model),
         )
         self.partition = make_partition(matrices, self.sizes.grid)
         weight_types = {matrix.weight_type for matrix in matrices}
@@ -546,7 +556,7 @@ class TapeStep:
             "tape": tape_of(sources, self.partition, device, model.dtype),
             "tape_at": torch.tensor(self.partition.begins, dtype=torch.int64, device=device),
             "segments": torch.tensor(self._segments(of_qkv), dtype=torch.int32, device=device),
-            "norms": torch.stack([norm.weight.float() for norm in (*norms, model.norm)]).contiguous(),
+            "norms": _stacked([*norms, model.norm]),
             "frequencies": torch.stack([model.frequencies[rope].float() for rope in s.rope_kinds]),
             "windows": torch.tensor([one.shape.window or 0 for one in attention], dtype=torch.int32, device=device),
             "embedding": _plain_embedding(model),
@@ -556,8 +566,11 @@ class TapeStep:
             made["qkv_bias"] = torch.stack([bias.float() for bias in biases if bias is not None]).contiguous()
         pairs = [(one.q_norm, one.k_norm) for one in attention]
         if pairs[0][0] is not None:
-            every = [norm.weight.float() for pair in pairs for norm in pair if norm is not None]
-            made["qk_norms"] = torch.stack(every).contiguous()
+            made["qk_norms"] = _stacked([norm for pair in pairs for norm in pair if norm is not None])
+        if _has_after_norms(model):
+            layers = [layer for layer in model.layers if isinstance(layer, Layer)]
+            after = [norm for layer in layers for norm in (layer.after_attention, layer.after_mlp) if norm is not None]
+            made["after_norms"] = _stacked(after)
         return made
 
     def _segments(self, of_qkv: Sequence[bool]) -> list[Segment]:
@@ -583,6 +596,7 @@ class TapeStep:
             "summaries": (n, n_blocks, SUMMARY_WORDS),
             "marks": (n_blocks + n + 1,),
             "clock": (n_blocks, n_clocked(s)),
+            **({"squares": (4, n, s.hidden // 16)} if _has_after_norms(model) else {}),
         }
         made = {name: zeros(shape, torch.int64, device) for name, shape in words.items()}
         for name in ("logits", "scaled"):
@@ -603,6 +617,10 @@ class TapeStep:
             setattr(argument, name, tensor.data_ptr())
         argument.clock = None  # marks cost a little: `note_times` turns them on
         return argument
+
+
+def _stacked(norms: Sequence[Norm]) -> Tensor:
+    return torch.stack([norm.weight.float() for norm in norms]).contiguous()
 
 
 def _address(name: str, tensor: Tensor, device: torch.device) -> int:
@@ -656,6 +674,11 @@ def _plain_embedding(model: Model) -> Tensor:
     vocab, at_once, device = model.shape.vocab, 4096, model.device
     ids = (torch.arange(first, min(first + at_once, vocab), device=device) for first in range(0, vocab, at_once))
     return torch.cat([rows_of(model.embedding, some, model.dtype) for some in ids])
+
+
+def _has_after_norms(model: Model) -> bool:
+    layer = model.layers[0]
+    return isinstance(layer, Layer) and layer.after_attention is not None
 
 
 def _attention(model: Model, number: int) -> Attention:

@@ -77,12 +77,15 @@ struct Tape {
     float* logits;              // [MAX_ROWS][vocab]
     float* scaled;              // [MAX_ROWS][vocab]: the logits that sampling reads, after penalties and temperature
     State* state;
+    const float* after_norms;   // [N_LAYERS][2][HIDDEN]: after attention, after the MLP; or null
+    u64* squares;               // [4][MAX_ROWS][HIDDEN / 16] float32: of the tiles of y, as x; or null. See after_norm.h
     u64* clock;                 // [N_BLOCKS][N_CLOCKED] ns: when a block began each phase of its last step; or null
     int single;                 // not 0: one step and its step boundary, as the host paces them; for comparisons
 };
 
 // A block's shared memory; the ring's stages and then the activations follow it.
 #define RESIDUAL_TILES ((HIDDEN / 16 + N_BLOCKS - 1) / N_BLOCKS)  // of x, that a block makes
+#define RESIDUALS (2 + HAS_AFTER_NORMS)
 #define SUM_ROWS (MAX_ROWS <= 4 ? 4 : 8)
 #define RING_AT ((int)(sizeof(Shared) + 127) / 128 * 128)
 struct Shared {
@@ -94,7 +97,7 @@ struct Shared {
     float sums[N_COMPUTE_WARPS * TILES_AT_ONCE * 16 * SUM_ROWS];     // of a product, by compute warp; see tiles.h
     float small[N_COMPUTE_WARPS * MAX_ROWS * 4];                     // reductions over the block
     float scale[MAX_ROWS];                                     // of each row's norm
-    float residual[2][RESIDUAL_TILES * 16 * MAX_ROWS];         // what `output` and `down` add to, [tile][r][row]
+    float residual[RESIDUALS][RESIDUAL_TILES * 16 * MAX_ROWS]; // what `output` and `down` add to, [tile][r][row]
     int slot[MAX_ROWS], position[MAX_ROWS];                    // of the step's rows; receive_normed of layer 0 sets them
 };
 

@@ -23,6 +23,7 @@
 
 #include "handoff.h"
 #include "product.h"
+#include "after_norm.h"
 
 #include "attention.h"
 #include "sampling.h"
@@ -120,13 +121,22 @@ DEVICE void prepare(ComputeThread& p, const Tape& tape, const SegmentRef& ref, i
     note_time(p, tape, clock_of(ref.segment) + layer * CLOCKED_A_LAYER);
     if (ref.segment == SEGMENT_OUT || ref.segment == SEGMENT_DOWN) return;
     const bool is_second = ref.segment == SEGMENT_GATE_UP;
-    const u64* const from = hop_x(tape, (is_second ? 2 : 0) + (layer & 1), 0);
+    const bool is_embedded = ref.segment == SEGMENT_Q && layer == 0;
+    const int buffer = (is_second ? 2 : 0) + (layer & 1);
+    u64* const from = hop_x(tape, buffer, 0);
+    if (HAS_AFTER_NORMS && !is_embedded) {
+        const int before = layer * SEGMENTS_A_LAYER + (is_second ? SEGMENT_OUT : SEGMENT_DOWN - SEGMENTS_A_LAYER);
+        add_normed(
+            p, tape, p.shared->segments[before], p.shared->residual[!is_second],
+            tape.after_norms + (2 * layer - !is_second) * HIDDEN, tape.squares + buffer * MAX_ROWS * SQUARES, from, n_rows
+        );
+    }
     // Which segment adds to it: `output` to the residual before attention, `down` to the residual before the MLP.
     const int adding = layer * SEGMENTS_A_LAYER + (is_second ? SEGMENT_DOWN : SEGMENT_OUT);
     const bool is_head = ref.segment == SEGMENT_HEAD;  // no later segment adds to the residual stream
     const int first = is_head ? HIDDEN : first_tile(p.shared->segments[adding]);
     receive_normed(
-        p, tape, ref.segment == SEGMENT_Q && layer == 0 ? nullptr : from,
+        p, tape, is_embedded ? nullptr : from,
         tape.norms + (2 * layer + is_second) * HIDDEN, n_rows, p.shared->residual[is_second], first
     );
 }
@@ -156,6 +166,10 @@ DEVICE void store_output(
     if (ref.segment == SEGMENT_OUT || ref.segment == SEGMENT_DOWN) {
         const bool is_down = ref.segment == SEGMENT_DOWN;  // which begins the next layer
         const float added = value * (is_down ? DOWN_SCALE : OUT_SCALE);
+        if (HAS_AFTER_NORMS) {
+            p.shared->residual[OUTPUT_KEPT][(own * 16 + r) * MAX_ROWS + row] = added;
+            return;
+        }
         const float sum = p.shared->residual[is_down][(own * 16 + r) * MAX_ROWS + row] + added;
         u64* const to = hop_x(tape, is_down ? parity ^ 1 : 2 + parity, row);
         put(to + column, bits_of(sum), p.tag + is_down);
