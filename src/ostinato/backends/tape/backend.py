@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from ostinato.models.tensors import TensorTable
 
 HEAD_WIDTHS: Final = (64, 96, 128, 256)
-ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu")  # in the order of parts.h
+ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu")  # in the order of activation.h
 HALVES: Final = ("bfloat16", "float16")
 MOST_SLOTS: Final = 8  # columns of a tensor core's product
 EMBEDDING: Final = "token_embd.weight"

@@ -16,6 +16,7 @@
 // positions are loaded before the queries arrive. Bound by reading keys and values at long ones: each warp has DEPTH
 // tiles in flight, across items too.
 #pragma once
+#include "activation.h"
 #include "attention_plan.h"
 #include "handoff.h"
 

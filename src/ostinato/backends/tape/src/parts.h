@@ -22,11 +22,6 @@
 #define WEIGHT_SIX 3    // 4 and 2 bits, less 32, a scale for each 16 columns
 #define WEIGHT_EIGHT 4  // 8 bits, signed, a scale for each 32 columns
 
-// ACTIVATION, of the gate of the MLP; in the order of backend.py.
-#define ACTIVATION_SILU 0
-#define ACTIVATION_GELU_TANH 1
-#define ACTIVATION_GELU 2
-
 // What plain numbers are kept as: KEPT (keys and values) and EMBEDDING_TYPE.
 #define TYPE_F32 0
 #define TYPE_F16 1
@@ -111,13 +106,6 @@ struct ComputeThread {
     u16* activations;        // [rows][columns + ROW_PADDING], or int8 of the same bytes
     Shared* shared;
 };
-
-#define LOG2_E 1.4426950408889634f
-
-// cap * tanh(value / cap), of a cap that is not 0.
-DEVICE float soft_capped(float value, float cap) {
-    return cap - 2.0f * cap / (1.0f + exp2_fast(value * (2.0f * LOG2_E / cap)));
-}
 
 // At the beginning of everything that is long: see thread_anew.
 DEVICE void renew(ComputeThread& p) {

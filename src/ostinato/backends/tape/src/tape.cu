@@ -24,6 +24,7 @@
 #include "handoff.h"
 #include "product.h"
 #include "after_norm.h"
+#include "activation.h"
 
 #include "attention.h"
 #include "sampling.h"
@@ -147,15 +148,6 @@ DEVICE Source source_of(const Tape& tape, const SegmentRef& ref) {
     if (ref.segment == SEGMENT_OUT) return {tape.attended + (u64)parity * MAX_ROWS * ATTENDED, ATTENDED};
     if (ref.segment == SEGMENT_DOWN) return {tape.inside + (u64)parity * MAX_ROWS * INSIDE, INSIDE};
     return {nullptr, 0};
-}
-
-// SiLU, or GELU by tanh or the error function: the first two are x times the sigmoid of x, and of a polynomial.
-DEVICE float gated(float gate, float up, float scale) {
-    const float given = gate * scale;
-    if (ACTIVATION == ACTIVATION_GELU) return 0.5f * given * (1.0f + erf_float(given * 0.7071067811865476f)) * (up * scale);
-    const float cubic = given * (1.5957691216057308f + 0.0713548162726f * given * given);  // 2 sqrt(2 / pi) (x + 0.044715 x^3)
-    const float inside = ACTIVATION == ACTIVATION_GELU_TANH ? cubic : given;
-    return given / (1.0f + exp2_fast(-LOG2_E * inside)) * (up * scale);
 }
 
 // Stores one value of a product for the blocks that need it. `begin`: of the rows of q, k and v, the segment's first.
