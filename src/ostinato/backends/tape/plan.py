@@ -333,8 +333,8 @@ def heads_of(shape: Shape) -> AttentionShape:
 
 def layer_ropes_of(shape: Shape) -> list[int]:
     """Of each layer, which of the model's kinds of rope it has; -1: none."""
-    number = {None: -1, **{rope: n for n, rope in enumerate(shape.rope_kinds)}}
-    return [number[one.rope] for one in shape.attention.values()]
+    kinds = shape.rope_kinds
+    return [-1 if one.rope is None else kinds.index(one.rope) for one in shape.attention.values()]
 
 
 class Traits(NamedTuple):
