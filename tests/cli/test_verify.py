@@ -148,7 +148,7 @@ def test_a_result_on_a_gpu_is_kept_for_auto_or_removed(
             )
 
     monkeypatch.setattr(verify, "opened_bare", on_gpu)
-    monkeypatch.setattr(machine, "verified_card", lambda device, family: replace(card, family=family))
+    monkeypatch.setattr(machine, "verified_card", lambda device, kind: replace(card, family=kind))
     monkeypatch.setattr(of_engine, "Verifier", lambda *_, **__: SimpleNamespace(verify=compare))
     ran = ostinato("verify", "--model", tiny, "--mode", "persistent")
     assert (ran.code, ran.err) == (0 if passes else 3, "")

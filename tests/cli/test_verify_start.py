@@ -73,7 +73,7 @@ def test_a_card_is_compared_once_for_each_mode_and_the_result_is_kept(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in for the card: what runs is the native loop."""
-    monkeypatch.setattr(verify_start, "card_of", lambda settled, family: CARD)
+    monkeypatch.setattr(verify_start, "card_of", lambda settled, kind: CARD)
     assert compare(path, SMALL, always=False).said == "loop agrees with eager"
     assert verified.verified_modes(CARD, lambda _: None) == ("loop",)
     ran: list[object] = []
@@ -87,7 +87,7 @@ def test_a_card_is_compared_once_for_each_mode_and_the_result_is_kept(
     assert ran == []
     assert compare(path, SMALL, always=True).said == "loop agrees with eager"
     assert compare(path, replace(SMALL, mode="eager"), always=False).said == "eager agrees with the twins"
-    monkeypatch.setattr(verify_start, "card_of", lambda settled, family: replace(CARD, driver="571.2"))
+    monkeypatch.setattr(verify_start, "card_of", lambda settled, kind: replace(CARD, driver="571.2"))
     assert compare(path, SMALL, always=False).said == "loop agrees with eager"
     assert len(ran) == 3
 

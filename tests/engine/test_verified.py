@@ -149,6 +149,18 @@ def test_auto_takes_the_persistent_kernel_on_a_chip_where_it_ran_or_was_verified
     assert (why_unverified("loop", card), why_unverified("persistent", card)) == (None, reason)
 
 
+def test_auto_takes_quantised_keys_and_values_once_they_were_verified() -> None:
+    model = small(shape_of())
+    hopper = Machine("cuda:0", 1 << 40, 1 << 40, Chip((9, 0), 132, 227 << 10), 13_000)
+    case = LoadCase(model.shape, tensors_in(model), LoadOptions(context=64, slots=1, kv_type="q8_0"), hopper)
+    settled = decide(case)
+    assert settled.mode == "loop"
+    assert "with llama --kv-type q8_0 yet" in settled.why_not[0]
+    assert "`ostinato verify --mode persistent --kv-type q8_0 MODEL`" in settled.why_not[0]
+    passed = replace(hopper, verified={"persistent": ("llama --kv-type q8_0",)})
+    assert decide(replace(case, machine=passed)).mode == "persistent"
+
+
 def test_auto_takes_the_persistent_kernel_for_families_with_which_it_ran_or_was_verified() -> None:
     hopper = Machine("cuda:0", 1 << 40, 1 << 40, Chip((9, 0), 132, 227 << 10), 13_000)
     assert why_unverified("persistent", hopper, "llama") is None

@@ -52,6 +52,15 @@ RAN_PERSISTENT: Final = frozenset({"llama", "qwen2", "qwen3", "qwen3vl", "phi3",
 REFUSED: Final = ("T4, RTX 20, V100 and older", "sm_75 and older", "none", "refused by name", "")
 
 
+def kind_of_kernel(family: str, kv_type: str) -> str:
+    """What a result of `persistent` holds for: a family or, where keys and values are quantised, the family with them.
+
+    >>> kind_of_kernel("llama", "bf16"), kind_of_kernel("llama", "q8_0")
+    ('llama', 'llama --kv-type q8_0')
+    """
+    return f"{family} --kv-type {kv_type}" if kv_type == "q8_0" else family
+
+
 def has_run(capability: tuple[int, int]) -> bool:
     """Whether our kernels ran on such a card, and were not only compiled for it."""
     return capability in KNOWN and KNOWN[capability].ran is not None

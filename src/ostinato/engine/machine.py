@@ -82,12 +82,12 @@ def why_no_kernels(capability: Capability, archs: Sequence[str]) -> str | None:
     return f"{has}; install one that has: {gpu_install_command()}"
 
 
-def verified_card(device: str, family: str = "") -> VerifiedCard:
-    """What results of `ostinato verify` hold for on a GPU, with models of a family."""
+def verified_card(device: str, kind: str = "") -> VerifiedCard:
+    """What results of `ostinato verify` hold for on a GPU, with a kind of kernel (`kind_of_kernel`)."""
     from ostinato.backends.cuda import gpu
 
     card = VerifiedCard.of(gpu.chip_of(device), gpu.name_of(device), driver_version() or "unknown")
-    return replace(card, family=family)
+    return replace(card, family=kind)
 
 
 def driver_version() -> str | None:

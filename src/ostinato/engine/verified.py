@@ -40,7 +40,7 @@ class VerifiedCard:
     capability: str
     driver: str
     ostinato: str = __version__
-    family: str = ""  # of the model that was compared
+    family: str = ""  # of the model that was compared, and its quantised keys and values (`kind_of_kernel`)
 
     @staticmethod
     def of(chip: Chip, name: str, driver: str) -> VerifiedCard:

@@ -126,8 +126,9 @@ def matrices_of(model: Model) -> list[TapeMatrix]:
         (shape_of(hidden=192, n_heads=16, n_kv_heads=2, head_width=128, ff_width=320, vocab=5000), 8, "bf16", 8, None),
         (shape_of("qwen3", hidden=256, n_heads=2, n_kv_heads=1, head_width=256, ff_width=256), 5, "f16", 8, "q4_k_m"),
         (gemma3(), 3, "bf16", 2, None),
+        (shape_of(), 2, "q8_0", 2, None),
     ],
-    ids=["small", "wide groups", "packed", "norms after a block, and two kinds of RoPE"],
+    ids=["small", "wide groups", "packed", "norms after a block, and two kinds of RoPE", "bytes of keys and values"],
 )
 def test_sizes_are_those_of_the_compiled_source(
     shape: Shape, n_slots: int, kv_type: KVType, n_compute_warps: int, mix: str | None
@@ -238,7 +239,7 @@ widths = st.integers(1, 256).map(lambda n: 64 * n)
     weight_types=st.lists(st.sampled_from(list(WeightType)), min_size=5, max_size=5),
     n_slots=st.integers(1, 8),
     n_compute_warps=st.sampled_from([2, 4, 8]),
-    kv_type=st.sampled_from(["f32", "f16", "bf16"]),
+    kv_type=st.sampled_from(["f32", "f16", "bf16", "q8_0"]),
     max_pages=st.integers(1, 4096),
     n_multiprocessors=st.integers(1, 264),
     shared_kb=st.sampled_from([48, 99, 163, 227]),

@@ -22,7 +22,7 @@ from ostinato.errors import EngineDead
 from ostinato.loop.host import Admission
 from ostinato.loop.layout import End, Fault, Finish, SlotState, Word, bits_of
 from ostinato.models.rope import Rope
-from ostinato.options import Sampling
+from ostinato.options import KVType, Sampling
 from tests.backends.tape.emulator import compiled
 from tests.backends.tape.loop import CONTEXT, N_PAGES, OUTBOX, EmulatedLoop, tape_driver, widened
 from tests.backends.tape.models import EMULATED, gemma3, shape_of, small
@@ -136,8 +136,9 @@ def test_float16_weights_are_multiplied_as_float16() -> None:
     check_near_torch(small(LLAMA, dtype=torch.float16), tolerance=0.003)
 
 
-def test_narrow_keys_and_values_are_near() -> None:
-    check_near_torch(small(LLAMA), kv_type="bf16")
+@pytest.mark.parametrize("kv_type", ["bf16", "q8_0"])
+def test_narrow_keys_and_values_are_near(kv_type: KVType) -> None:
+    check_near_torch(small(LLAMA), kv_type=kv_type)
 
 
 # --- bits ---
@@ -158,12 +159,14 @@ def test_a_request_decodes_the_same_in_any_slot_company_and_order_of_events() ->
             assert [driver.tokens(generation) for generation in asked] == expected
 
 
-@pytest.mark.parametrize("family", ["llama", *EMULATED])
-def test_logits_have_the_same_bits_alone_and_among_neighbours(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "kv_type"), [("llama", "f32"), ("llama", "q8_0"), *((family, "f32") for family in EMULATED)]
+)
+def test_logits_have_the_same_bits_alone_and_among_neighbours(family: str, kv_type: KVType) -> None:
     model = small(EMULATED[family]() if family in EMULATED else LLAMA)
-    with closing(tape_driver(model, seed=1)) as driver:
+    with closing(tape_driver(model, seed=1, kv_type=kv_type)) as driver:
         _, expected = by_steps(driver, [1, 2, 3, 4], 6)
-    with closing(tape_driver(model, seed=2)) as driver:
+    with closing(tape_driver(model, seed=2, kv_type=kv_type)) as driver:
         for slot in (1, 2, 3):
             driver.admit(slot, [slot] * 20, most=6)
         assert torch.equal(by_steps(driver, [1, 2, 3, 4], 6)[1], expected)

@@ -71,7 +71,7 @@ class TapeBackend:
     device: DeviceKind = "cuda"
     modes: tuple[str, ...] = ("persistent",)
     activations: tuple[Activations, ...] = ("wide", "int8")
-    kv_types: tuple[KVType, ...] = ("f32", "f16", "bf16")
+    kv_types: tuple[KVType, ...] = ("f32", "f16", "bf16", "q8_0")
     alone = True
     opens_encoders = False
 

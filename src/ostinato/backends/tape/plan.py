@@ -37,6 +37,7 @@ from ostinato.backends.tape.tape_weight import Tape, TapeWeight
 from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.kv_types import KV_DTYPES
 from ostinato.backends.torch.model import Model
+from ostinato.backends.torch.ops.attend import PRODUCT
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.plan import memory_tensors, tensors_of
 from ostinato.backends.torch.weight import Weight, rows_of
@@ -247,7 +248,7 @@ class TapeSizes:
         widest = padded_columns(WeightType.FOUR, max(matrix.columns for matrix in matrices), n_compute_warps)
         one_row = widest + ROW_PADDING
         all_rows = n_slots * (max(hidden, SLAB_COLUMNS * n_compute_warps) + ROW_PADDING)
-        kept = KV_FORMATS[kv_type].item_bytes
+        kept = _multiplied_as(kv_type).itemsize
         attending = attention_bytes(shape, grid, n_slots, kept)
         activations = _whole(max(LEAST_ACTIVATION_BYTES, 2 * all_rows, 2 * one_row, attending), 128)
         stage = _whole(largest_chunk(segments, n_compute_warps), 128)
@@ -262,7 +263,13 @@ class TapeSizes:
             n_residuals=2 + after_norms,
             n_segments=SEGMENTS_A_LAYER * shape.n_layers + 1,
             attention_plan_bytes=attention_plan_bytes(
-                shape, grid, n_slots, kept, page_tokens=page_tokens, max_pages=max_pages
+                shape,
+                grid,
+                n_slots,
+                kept,
+                cache_bytes=32 if _is_quantised(kv_type) else 16,
+                page_tokens=page_tokens,
+                max_pages=max_pages,
             ),
         )
         left = chip.shared_bytes - STATIC_BYTES - least.shared_bytes
@@ -309,7 +316,7 @@ def attention_bytes(shape: Shape, grid: TapeGrid, n_slots: int, kept_bytes: int)
 
 
 def attention_plan_bytes(
-    shape: Shape, grid: TapeGrid, n_slots: int, kept_bytes: int, *, page_tokens: int, max_pages: int
+    shape: Shape, grid: TapeGrid, n_slots: int, kept_bytes: int, *, cache_bytes: int, page_tokens: int, max_pages: int
 ) -> int:
     """What attention knows of a step: `struct AttentionPlan` of `attention_plan.h`, field by field."""
     heads = heads_of(shape)
@@ -317,7 +324,15 @@ def attention_plan_bytes(
     longest_split = _whole(max_pages * page_tokens, LEAST_SPLIT * SPLITS) // SPLITS
     pages = items * (longest_split // page_tokens + 2)
     rotations = len(shape.rope_kinds) * n_slots * max(1, shape.rope_kinds[0].width // 2)
-    return _whole(16 * shape.n_layers + 8 * rotations + ITEM_BYTES * items + 4 * (pages + n_slots + 3), 8)
+    return _whole(cache_bytes * shape.n_layers + 8 * rotations + ITEM_BYTES * items + 4 * (pages + n_slots + 3), 8)
+
+
+def _multiplied_as(kv_type: KVType) -> torch.dtype:
+    return PRODUCT[getattr(torch, KV_DTYPES[kv_type])]
+
+
+def _is_quantised(kv_type: KVType) -> bool:
+    return KV_FORMATS[kv_type].block is not None
 
 
 def _items(heads: AttentionShape, grid: TapeGrid, n_slots: int, kept_bytes: int) -> int:
@@ -413,7 +428,8 @@ def shape_header(
         "SPLITS": SPLITS,
         "LEAST_SPLIT": LEAST_SPLIT,
         "ACTIVATION_BF16": int(traits.dtype == torch.bfloat16),
-        "KEPT": _TYPES[getattr(torch, KV_DTYPES[kv_type])],
+        "KEPT": _TYPES[_multiplied_as(kv_type)],
+        "KEPT_Q8": int(_is_quantised(kv_type)),
         "EMBEDDING_TYPE": _TYPES[traits.embedding],
         "HAS_BIAS": int(traits.has_bias),
         "HAS_QK_NORM": int(traits.qk_norm_eps is not None),
@@ -606,8 +622,9 @@ class TapeStep:
 
     def _caches(self, model: Model, memory: PagedMemory) -> None:
         assert memory.kv is not None
-        halves = [half for i in range(model.shape.n_layers) for half in (memory.kv.keys[i], memory.kv.values[i])]
-        places = [half.parts[0].data_ptr() for half in halves]
+        # Of a layer: keys and values, then where they are quantised the scales of both.
+        kept = [(memory.kv.keys[i].parts, memory.kv.values[i].parts) for i in range(model.shape.n_layers)]
+        places = [part.data_ptr() for both in kept for parts in zip(*both, strict=True) for part in parts]
         self.buffers["caches"] = torch.tensor(places, dtype=torch.int64, device=model.device)
         self.buffers["groups"] = torch.tensor([*memory.group_of.values()], dtype=torch.int32, device=model.device)
 

@@ -22,7 +22,7 @@
 
 // --- how a warp holds a tile of keys and values ---
 
-constexpr int CHUNKS = LINE_BYTES / 16;
+constexpr int CHUNKS = LINE_BYTES / 16;              // of a line as it is multiplied
 constexpr int IN_CHUNK = 16 / KEPT_BYTES;
 constexpr int TILE = 16;                             // positions
 constexpr int STRIDE = TILE * N_COMPUTE_WARPS;             // positions that a block takes at once
@@ -34,10 +34,54 @@ constexpr int DEPTH = CHUNKS <= 8 ? 2 : 1;           // tiles of a warp in fligh
 static_assert(CHUNKS % 4 == 0, "four lanes share a key");
 static_assert(GROUP <= 8, "the queries of a key head are the columns of one product");
 
+// A chunk of a key or a value as it is kept, and where it is: numbers that are multiplied as they are, or with KEPT_Q8
+// eight bytes and the scale that they share with three other chunks, widened when they are used.
+#if KEPT_Q8
+struct Kept {
+    uint2 quants;
+    u16 scale;
+};
+struct KeptStore {
+    const char* quants;
+    const u16* scales;
+};
+struct KeptPlace {
+    KeptStore store;
+    u32 chunk;
+    MEMBER KeptPlace operator+(int n) const { return {store, chunk + n}; }
+    MEMBER KeptPlace operator-(int n) const { return {store, chunk - n}; }
+};
+DEVICE KeptStore keys_in(const Cache& cache) { return {cache.keys, cache.key_scales}; }
+DEVICE KeptStore values_in(const Cache& cache) { return {cache.values, cache.value_scales}; }
+DEVICE KeptPlace chunk_at(KeptStore store, u32 chunk) { return {store, chunk}; }
+DEVICE Kept load_kept(const KeptPlace& at) {
+    return {load_fresh((const uint2*)at.store.quants + at.chunk), load_fresh(at.store.scales + at.chunk / 4)};
+}
+DEVICE uint4 widened(const Kept& kept) {
+    const float scale = from_f16(kept.scale);
+    u32 pairs[4];
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        const u32 two = (i < 2 ? kept.quants.x : kept.quants.y) >> 16 * (i % 2);
+        pairs[i] = pair_bf16((float)(signed char)two * scale, (float)(signed char)(two >> 8) * scale);
+    }
+    return {pairs[0], pairs[1], pairs[2], pairs[3]};
+}
+#else
+using Kept = uint4;
+using KeptStore = const char*;
+using KeptPlace = const uint4*;
+DEVICE KeptStore keys_in(const Cache& cache) { return cache.keys; }
+DEVICE KeptStore values_in(const Cache& cache) { return cache.values; }
+DEVICE KeptPlace chunk_at(KeptStore store, u32 chunk) { return (const uint4*)store + (u64)chunk; }
+DEVICE Kept load_kept(KeptPlace at) { return load_fresh(at); }
+DEVICE uint4& widened(Kept& kept) { return kept; }
+#endif
+
 struct Held {
-    u32 line;  // of position lane % 16 of the tile: where it begins, in pieces of 16 bytes
-    uint4 keys[2][HOLDS ? KEY_CHUNKS : 1];
-    uint4 values[4][HOLDS ? VALUE_CHUNKS : 1];
+    u32 line;  // of position lane % 16 of the tile: where it begins, in chunks
+    Kept keys[2][HOLDS ? KEY_CHUNKS : 1];
+    Kept values[4][HOLDS ? VALUE_CHUNKS : 1];
 };
 
 // --- shared memory of attention: the memory of the activations ---
@@ -77,7 +121,7 @@ DEVICE Cut cut_of(int position, int window) {
     return {first, length, (n_visible + length - 1) / length};
 }
 
-// In pieces of 16 bytes, which are few enough for 32 bits.
+// In chunks, which are few enough for 32 bits.
 DEVICE u32 line_at(int page, int position, int head) {
     const u32 cell = (u32)page * PAGE_TOKENS(0) + position % PAGE_TOKENS(0);
     return (cell * N_KV_HEADS + head) * CHUNKS;
@@ -210,35 +254,35 @@ DEVICE u32 find_line(const AttentionPlan& plan, const TileCursor& cursor) {
     const int page = plan.pages[cursor.i][(u32)position / PAGE_TOKENS(0) - (u32)item.begin / PAGE_TOKENS(0)];
     return line_at(page, position, item.head);
 }
-DEVICE const uint4* place_of(const char* store, u32 line, int position, int chunk) {
-    return (const uint4*)store + (u64)(shuffle(line, position) + chunk);
+DEVICE KeptPlace place_of(KeptStore store, u32 line, int position, int chunk) {
+    return chunk_at(store, shuffle(line, position) + chunk);
 }
 
 // If no tile follows, nothing is loaded; but the registers are overwritten, since otherwise the compiler would keep the
 // old values live.
-DEVICE void ask_keys(const char* store, bool is_one, Held& held) {
+DEVICE void ask_keys(KeptStore store, bool is_one, Held& held) {
     UNROLL
-    for (int n = 0; n < 2 * KEY_CHUNKS && HOLDS; n++) held.keys[n / KEY_CHUNKS][n % KEY_CHUNKS] = uint4{0, 0, 0, 0};
+    for (int n = 0; n < 2 * KEY_CHUNKS && HOLDS; n++) held.keys[n / KEY_CHUNKS][n % KEY_CHUNKS] = Kept{};
     if (!HOLDS || !is_one) return;
     UNROLL
     for (int t = 0; t < 2; t++) {
-        const uint4* const from = place_of(store, held.line, key_position(t), key_chunk(0));
+        const KeptPlace from = place_of(store, held.line, key_position(t), key_chunk(0));
         UNROLL
-        for (int e = 0; e < KEY_CHUNKS; e++) held.keys[t][HOLDS ? e : 0] = load_fresh(from + 4 * e);
+        for (int e = 0; e < KEY_CHUNKS; e++) held.keys[t][HOLDS ? e : 0] = load_kept(from + 4 * e);
     }
 }
-DEVICE void ask_values(const char* store, bool is_one, Held& held) {
+DEVICE void ask_values(KeptStore store, bool is_one, Held& held) {
     UNROLL
     for (int n = 0; n < 4 * VALUE_CHUNKS && HOLDS; n++) {
-        held.values[n / VALUE_CHUNKS][n % VALUE_CHUNKS] = uint4{0, 0, 0, 0};
+        held.values[n / VALUE_CHUNKS][n % VALUE_CHUNKS] = Kept{};
     }
     if (!HOLDS || !is_one) return;
     UNROLL
     for (int u = 0; u < 4; u++) {
-        const uint4* const from = place_of(store, held.line, value_position(u), value_chunk(0));
+        const KeptPlace from = place_of(store, held.line, value_position(u), value_chunk(0));
         UNROLL
         for (int j = 0; j < VALUE_CHUNKS; j++) {
-            held.values[u][HOLDS ? j : 0] = load_fresh(from + value_chunk(j) - value_chunk(0));
+            held.values[u][HOLDS ? j : 0] = load_kept(from + value_chunk(j) - value_chunk(0));
         }
     }
 }
@@ -325,6 +369,38 @@ DEVICE void keep(char* line, int column, float value) {
     else ((u16*)line)[column] = KEPT == TYPE_BF16 ? to_bf16(value) : to_f16(value);
 }
 
+// A key or a value with KEPT_Q8: to its cell as bytes with a scale for each 32 columns, and to `line` as what these are
+// worth, since a row attends to its own as it is kept. Twin: quantize_q8_0_torch.
+#if KEPT_Q8
+DEVICE void keep_quantised(const float values[PAIRS_EACH][2], const KeptPlace& cell, char* line) {
+    UNROLL
+    for (int group = 0; group < HEAD_WIDTH / 32; group++) {
+        const auto is_member = [&](int k, int column) { return is_there(k) && column / 32 == group; };
+        float largest = 0.0f;
+        UNROLL
+        for (int k = 0; k < PAIRS_EACH; k++) {
+            const int pair = lane() + 32 * k;
+            if (is_member(k, low_column(pair))) largest = larger(largest, size_of(values[k][0]));
+            if (is_member(k, high_column(pair))) largest = larger(largest, size_of(values[k][1]));
+        }
+        UNROLL
+        for (int mask = 16; mask > 0; mask /= 2) largest = larger(largest, shuffle_xor(largest, mask));
+        const u16 scale = to_f16(rounded_quotient(largest, 127.0f));
+        const float step = from_f16(scale);
+        UNROLL
+        for (int n = 0; n < 2 * PAIRS_EACH; n++) {
+            const int pair = lane() + 32 * (n / 2), column = n % 2 == 0 ? low_column(pair) : high_column(pair);
+            if (!is_member(n / 2, column)) continue;
+            const int quant = round_to_int(rounded_quotient(values[n / 2][n % 2], step > 0.0f ? step : 1.0f));
+            const int bounded = min(max(quant, -127), 127);
+            ((signed char*)cell.store.quants)[(u64)cell.chunk * 8 + column] = (signed char)bounded;
+            keep(line, column, (float)bounded * step);
+        }
+        if (lane() == 0) ((u16*)cell.store.scales)[cell.chunk / 4 + group] = scale;
+    }
+}
+#endif
+
 // Queries are stored in the layout of the product: of the four words of a chunk, the middle two are swapped.
 DEVICE int query_column(int column) {
     if (KEPT == TYPE_F32) return column;
@@ -362,6 +438,11 @@ DEVICE void lay_line(const AttentionArgs& p, const AttentionPlan& plan, const Li
         const float2 cos_sin = line.cos_sin[k];
         const float low = (values[k][0] * cos_sin.x - values[k][1] * cos_sin.y) * size;
         const float high = (values[k][1] * cos_sin.x + values[k][0] * cos_sin.y) * size;
+        if (KEPT_Q8 && !is_query) {
+            values[k][0] = low;
+            values[k][1] = high;
+            continue;
+        }
         const int pair = lane() + 32 * k;
         keep(to, is_query ? query_column(low_column(pair)) : low_column(pair), low);
         keep(to, is_query ? query_column(high_column(pair)) : high_column(pair), high);
@@ -369,6 +450,10 @@ DEVICE void lay_line(const AttentionArgs& p, const AttentionPlan& plan, const Li
         keep(cell, low_column(pair), low);
         keep(cell, high_column(pair), high);
     }
+#if KEPT_Q8
+    const KeptStore store = is_value ? values_in(cache) : keys_in(cache);
+    if (!is_query) keep_quantised(values, chunk_at(store, plan.items[line.i].own_line), to);
+#endif
 }
 
 // All lines of the current items, a warp for each line, several lines of each warp in flight.
@@ -439,7 +524,7 @@ DEVICE void multiply_keys(float c[4], float d[4], const uint4& query, const uint
 
 // Of query lane / 4 (the last ones again where there are fewer): the scores of the lane's value_position(0 to 3).
 // `own`: where the row's own position is in the tile.
-DEVICE void score(const char* store, int i, int own, u32 line, Held& held, float scores[4]) {
+DEVICE void score(KeptStore store, int i, int own, u32 line, Held& held, float scores[4]) {
     const uint4* const queries = (const uint4*)line_place(i, min(lane() / 4, GROUP - 1));
     const uint4* const own_key = (const uint4*)line_place(i, GROUP);
     float c[2][4] = {}, d[2][4] = {};
@@ -449,8 +534,9 @@ DEVICE void score(const char* store, int i, int own, u32 line, Held& held, float
         const uint4 query = queries[chunk];
         UNROLL
         for (int t = 0; t < 2; t++) {
-            uint4& key = held.keys[t][HOLDS ? e : 0];
-            if (!HOLDS) key = load_fresh(place_of(store, line, key_position(t), chunk));
+            Kept& kept = held.keys[t][HOLDS ? e : 0];
+            if (!HOLDS) kept = load_kept(place_of(store, line, key_position(t), chunk));
+            auto&& key = widened(kept);
             if (key_position(t) == own) key = own_key[chunk];
             multiply_keys(c[t], d[t], query, key);
         }
@@ -522,7 +608,7 @@ DEVICE void multiply_values(
 }
 
 DEVICE void mix(
-    const char* store, int i, int own, u32 line, Held& held, const float weights[4], SoftmaxState& softmax
+    KeptStore store, int i, int own, u32 line, Held& held, const float weights[4], SoftmaxState& softmax
 ) {
     const uint4* const own_value = (const uint4*)line_place(i, GROUP + 1);
     const Split early = split_of(weights[0], weights[1]), late = split_of(weights[2], weights[3]);
@@ -532,8 +618,9 @@ DEVICE void mix(
         u32 words[4][4];
         UNROLL
         for (int u = 0; u < 4; u++) {
-            uint4& value = held.values[u][HOLDS ? j : 0];
-            if (!HOLDS) value = load_fresh(place_of(store, line, value_position(u), chunk));
+            Kept& kept = held.values[u][HOLDS ? j : 0];
+            if (!HOLDS) kept = load_kept(place_of(store, line, value_position(u), chunk));
+            auto&& value = widened(kept);
             if (value_position(u) >= own) value = own_value[chunk];
             words_of(value, words[u]);
         }
@@ -604,12 +691,12 @@ DEVICE void attend_tile(const AttentionArgs& p, const AttentionPlan& plan, TileC
     const u32 line = held.line;
     const bool follows = coming.is_one(plan);
     float scores[4];
-    score(cache.keys, i, own, line, held, scores);
+    score(keys_in(cache), i, own, line, held, scores);
     if (follows) held.line = find_line(plan, coming);
-    ask_keys(cache.keys, follows, held);
+    ask_keys(keys_in(cache), follows, held);
     to_weights(n_visible, here.base == item.begin, scores, softmax);
-    mix(cache.values, i, own, line, held, scores, softmax);
-    ask_values(cache.values, follows, held);
+    mix(values_in(cache), i, own, line, held, scores, softmax);
+    ask_values(values_in(cache), follows, held);
     coming.go_on(plan);
     here.go_on(plan);
     if (here.i == i) return;
@@ -628,8 +715,8 @@ APART void attend_items(AttentionArgs p) {
     for (int d = 0; d < DEPTH; d++) {
         const bool is_one = d == 0 || coming.is_one(plan);
         held[d].line = is_one ? find_line(plan, coming) : 0;
-        ask_keys(plan.caches[p.layer].keys, is_one, held[d]);
-        ask_values(plan.caches[p.layer].values, is_one, held[d]);
+        ask_keys(keys_in(plan.caches[p.layer]), is_one, held[d]);
+        ask_values(values_in(plan.caches[p.layer]), is_one, held[d]);
         coming.go_on(plan);
     }
     receive_lines(p, plan);

@@ -22,7 +22,7 @@ struct Item {
     int row, head, split;
     int begin, end;  // the positions that it attends to
     int is_last;     // the row's own position is among them: end - 1
-    u32 own_line;    // where the row's own key and value are kept, in pieces of 16 bytes
+    u32 own_line;    // where the row's own key and value are kept, in chunks
     int padding;
 };
 

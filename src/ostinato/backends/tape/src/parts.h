@@ -22,7 +22,7 @@
 #define WEIGHT_SIX 3    // 4 and 2 bits, less 32, a scale for each 16 columns
 #define WEIGHT_EIGHT 4  // 8 bits, signed, a scale for each 32 columns
 
-// What plain numbers are kept as: KEPT (keys and values) and EMBEDDING_TYPE.
+// What plain numbers are kept as: KEPT (keys and values, or with KEPT_Q8 what they are multiplied as) and EMBEDDING_TYPE.
 #define TYPE_F32 0
 #define TYPE_F16 1
 #define TYPE_BF16 2
@@ -45,6 +45,9 @@ struct State {
 
 struct Cache {
     char *keys, *values;  // [cells, N_KV_HEADS, HEAD_WIDTH]
+#if KEPT_Q8  // they are bytes, with a float16 scale for each 32
+    u16 *key_scales, *value_scales;  // [cells, N_KV_HEADS, HEAD_WIDTH / 32]
+#endif
 };
 
 // The kernel's one argument. A u64 of a hop holds a value below and its tag above: the tag announces the value.
