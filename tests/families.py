@@ -20,6 +20,7 @@ import transformers
 
 from ostinato.backends.machine import Machine
 from ostinato.engine.choose import LoadCase, why_not
+from ostinato.engine.known_cards import RAN_PERSISTENT
 from ostinato.files.checkpoint import Checkpoint, TensorInfo
 from ostinato.lab.random_weights import AnyName
 from ostinato.models.blocks import leaves_of
@@ -99,7 +100,8 @@ current. Every family also runs in torch (`eager`). [Adding a family](add-a-fami
   tokens of transformers; *llama.cpp* says that it reads the same GGUF file as the same model and decodes the
   same 64 greedy tokens (but for ties within its rounding; `make soak` runs all of them).
 - **CPU loop**, **CUDA loop**, **tape**: *yes*, or the note that says which block prevents it there. The CUDA
-  loop and the tape are shown on a GPU by `make test-gpu`.
+  loop and the tape are shown on a GPU by `make test-gpu`. *emulated*: the [tape](tape.md)'s own source gives
+  the logits of torch in the tests' emulator, and has run on no card with this family yet.
 - **tokenizer**: *ids* of the published vocabulary are compared; *splits*: the pre-tokenizer of that name is
   compared over a synthetic vocabulary ([tokenizers.md](tokenizers.md)). **template**: a published chat
   template renders as transformers renders it.
@@ -192,7 +194,8 @@ def _row(family: Family, own: Sequence[Sample], notes: dict[str, int]) -> Iterat
     yield ("yes, llama.cpp" if compared else "yes") if in_gguf else ""
     yield "yes" if own else ""
     for machine, mode in COLUMNS.values():
-        yield _runs(own, machine, mode, notes)
+        runs = _runs(own, machine, mode, notes)
+        yield "emulated" if (mode, runs) == ("persistent", "yes") and family.name not in RAN_PERSISTENT else runs
     vocabulary, template = TEXTS.get(family.name, ("", ""))
     yield "ids" if vocabulary in (*NAMES, *SOURCE_NAMES) else "splits" if vocabulary in PRE_TOKENIZERS else ""
     yield "yes" if template else ""

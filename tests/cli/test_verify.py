@@ -128,7 +128,7 @@ def test_a_result_on_a_gpu_is_kept_for_auto_or_removed(
     from ostinato.engine import verify as of_engine
     from ostinato.engine.checks import VerifyReport
 
-    card = verified.VerifiedCard("a card", "8.9", "570.1")
+    card = verified.VerifiedCard("a card", "8.9", "570.1", family="llama")
     earlier = Check("persistent", "eager", "tolerance", 1, 0.1, None, {})
     verified.keep(card, VerifyReport((earlier,), {}), "earlier.gguf", lambda _: None)
 
@@ -143,12 +143,14 @@ def test_a_result_on_a_gpu_is_kept_for_auto_or_removed(
     def on_gpu(model: str, options: LoadOptions) -> Iterator[Any]:
         with opened(model, replace(options, mode="auto", device="cpu")) as bare:
             settled = replace(bare.settled, device="cuda:0", backend="tape", mode="persistent", weights="packed")
-            yield SimpleNamespace(settled=settled, checkpoint=bare.checkpoint, load=lambda *_, **__: None)
+            yield SimpleNamespace(
+                settled=settled, shape=bare.shape, checkpoint=bare.checkpoint, load=lambda *_, **__: None
+            )
 
     monkeypatch.setattr(verify, "opened_bare", on_gpu)
-    monkeypatch.setattr(machine, "verified_card", lambda device: card)
+    monkeypatch.setattr(machine, "verified_card", lambda device, kind: replace(card, family=kind))
     monkeypatch.setattr(of_engine, "Verifier", lambda *_, **__: SimpleNamespace(verify=compare))
     ran = ostinato("verify", "--model", tiny, "--mode", "persistent")
     assert (ran.code, ran.err) == (0 if passes else 3, "")
     assert verified.verified_modes(card, lambda _: None) == (("persistent",) if passes else ())
-    assert ("persistent is verified for this card, driver and version: auto may take it" in ran.out) == passes
+    assert ("persistent is verified for this card, driver, version and family: auto may take it" in ran.out) == passes

@@ -73,7 +73,7 @@ def test_a_card_is_compared_once_for_each_mode_and_the_result_is_kept(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in for the card: what runs is the native loop."""
-    monkeypatch.setattr(verify_start, "card_of", lambda settled: CARD)
+    monkeypatch.setattr(verify_start, "card_of", lambda settled, kind: CARD)
     assert compare(path, SMALL, always=False).said == "loop agrees with eager"
     assert verified.verified_modes(CARD, lambda _: None) == ("loop",)
     ran: list[object] = []
@@ -87,9 +87,23 @@ def test_a_card_is_compared_once_for_each_mode_and_the_result_is_kept(
     assert ran == []
     assert compare(path, SMALL, always=True).said == "loop agrees with eager"
     assert compare(path, replace(SMALL, mode="eager"), always=False).said == "eager agrees with the twins"
-    monkeypatch.setattr(verify_start, "card_of", lambda settled: replace(CARD, driver="571.2"))
+    monkeypatch.setattr(verify_start, "card_of", lambda settled, kind: replace(CARD, driver="571.2"))
     assert compare(path, SMALL, always=False).said == "loop agrees with eager"
     assert len(ran) == 3
+
+
+@pytest.mark.usefixtures("home")
+def test_the_persistent_kernel_passes_for_one_family_at_a_time() -> None:
+    from ostinato.backends.base import Settled
+
+    settled = Settled("cuda:0", "tape", "persistent", "bfloat16", "bf16", 256)
+    hopper = replace(CARD, capability="9.0")
+    assert has_passed(settled, replace(hopper, family="llama"))
+    assert not has_passed(settled, replace(hopper, family="granite"))
+    passed = Check("persistent", "eager", "tolerance", 1, 0.1, None, {})
+    verified.keep(replace(hopper, family="granite"), VerifyReport((passed,), {}), "m", print)
+    assert has_passed(settled, replace(hopper, family="granite"))
+    assert not has_passed(settled, replace(hopper, family="gemma3"))
 
 
 @pytest.mark.usefixtures("home")

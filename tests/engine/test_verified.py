@@ -14,7 +14,7 @@ from ostinato.backends.machine import Chip, Machine
 from ostinato.engine import verified
 from ostinato.engine.checks import Check, VerifyReport
 from ostinato.engine.choose import LoadCase, decide, why_unverified
-from ostinato.engine.verified import VerifiedCard, forget, keep, verified_modes
+from ostinato.engine.verified import VerifiedCard, forget, keep, verified_families, verified_modes
 from ostinato.models.header import tensors_in
 from ostinato.options import LoadOptions
 from tests.backends.tape.models import shape_of, small
@@ -49,11 +49,21 @@ def test_a_mode_that_passed_is_verified_for_this_card_driver_and_version_alone(s
         replace(CARD, capability="10.3"),
         replace(CARD, driver="590.1"),
         replace(CARD, ostinato="99"),
+        replace(CARD, family="llama"),
     ):
         assert verified_modes(other, said.append) == ()
         forget(other, ["persistent"], said.append)
     assert verified_modes(CARD, said.append) == ("persistent",)
     assert said == []
+
+
+def test_results_of_several_families_are_kept_beside_each_other(said: list[str]) -> None:
+    for family in ("llama", "granite", "gemma3"):
+        keep(replace(CARD, family=family), report(persistent=True), "model.gguf", said.append)
+    keep(replace(CARD, family="gemma3"), report(persistent=False), "model.gguf", said.append)
+    assert verified_families(CARD, said.append) == {"persistent": ("llama", "granite")}
+    assert verified_modes(replace(CARD, family="granite"), said.append) == ("persistent",)
+    assert verified_modes(replace(CARD, family="gemma3"), said.append) == ()
 
 
 @pytest.mark.parametrize("failed", [{"persistent": False}, {"persistent": True, "weights": False}])
@@ -134,6 +144,33 @@ def test_auto_takes_the_persistent_kernel_on_a_chip_where_it_ran_or_was_verified
     reason = "not chosen by auto until `ostinato verify --mode persistent MODEL` has passed on this card"
     assert mode_and_reasons(card) == ("loop", (f"persistent: {reason}",))
     assert mode_and_reasons(card, "persistent") == ("persistent", ())
-    assert mode_and_reasons(replace(card, verified=("persistent",))) == ("persistent", ())
+    assert mode_and_reasons(replace(card, verified={"persistent": ("llama",)})) == ("persistent", ())
     assert mode_and_reasons(replace(card, chip=Chip((9, 0), 132, 227 << 10))) == ("persistent", ())
     assert (why_unverified("loop", card), why_unverified("persistent", card)) == (None, reason)
+
+
+def test_auto_takes_quantised_keys_and_values_once_they_were_verified() -> None:
+    model = small(shape_of())
+    hopper = Machine("cuda:0", 1 << 40, 1 << 40, Chip((9, 0), 132, 227 << 10), 13_000)
+    case = LoadCase(model.shape, tensors_in(model), LoadOptions(context=64, slots=1, kv_type="q8_0"), hopper)
+    settled = decide(case)
+    assert settled.mode == "loop"
+    assert "with llama --kv-type q8_0 yet" in settled.why_not[0]
+    assert "`ostinato verify --mode persistent --kv-type q8_0 MODEL`" in settled.why_not[0]
+    passed = replace(hopper, verified={"persistent": ("llama --kv-type q8_0",)})
+    assert decide(replace(case, machine=passed)).mode == "persistent"
+
+
+def test_auto_takes_the_persistent_kernel_for_families_with_which_it_ran_or_was_verified() -> None:
+    hopper = Machine("cuda:0", 1 << 40, 1 << 40, Chip((9, 0), 132, 227 << 10), 13_000)
+    assert why_unverified("persistent", hopper, "llama") is None
+    reason = why_unverified("persistent", hopper, "granite")
+    assert reason is not None
+    assert "run on no card with granite" in reason
+    assert "`ostinato verify --mode persistent MODEL`" in reason
+    verified_here = replace(hopper, verified={"persistent": ("granite",)})
+    assert why_unverified("persistent", verified_here, "granite") is None
+    assert why_unverified("persistent", verified_here, "gemma3") is not None
+    elsewhere = replace(verified_here, chip=BLACKWELL)
+    assert why_unverified("persistent", elsewhere, "granite") is None
+    assert why_unverified("persistent", elsewhere, "llama") is not None

@@ -9,7 +9,7 @@ import ctypes
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Literal
@@ -116,7 +116,8 @@ class Machine:
     driver_cuda: int | None = None  # the newest CUDA that the driver knows, as it numbers them: 12040 is 12.4
     missing: tuple[str, ...] = ()  # packages that a GPU needs and that are not installed
     total_bytes: int | None = None  # of the device's memory, in use or not; None where that is not known
-    verified: tuple[str, ...] = ()  # modes that `ostinato verify` found right on this card (engine/verified.py)
+    # Modes that `ostinato verify` found right on this card, each with families that it ran (engine/verified.py).
+    verified: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def kind(self) -> DeviceKind:

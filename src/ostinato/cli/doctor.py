@@ -141,7 +141,7 @@ def _gpu_machine(cuda: dict[str, Any], gpu: dict[str, Any] | None) -> Machine:
     if gpu is not None:
         major, _, minor = gpu["capability"].partition(".")
         chip = Chip((int(major), int(minor)), gpu["multiprocessors"], gpu["shared_bytes"])
-    verified = () if gpu is None else tuple(gpu["verified"])
+    verified = {} if gpu is None else {mode: ("",) for mode in gpu["verified"]}  # no matter of which family
     return Machine("cuda:0", 0, 0, chip, cuda["driver_cuda"], missing("gpu"), verified=verified)
 
 

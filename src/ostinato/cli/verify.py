@@ -54,6 +54,7 @@ def _verified(model: str, options: LoadOptions) -> tuple[VerifyReport, dict[str,
     """Load the model as an engine would, run every check, and keep a GPU's result for `auto`."""
     from ostinato.engine import verified
     from ostinato.engine.checks import VerifyReport
+    from ostinato.engine.known_cards import kind_of_kernel
     from ostinato.engine.machine import verified_card
     from ostinato.engine.verify_native import NativeVerifier
     from ostinato.text.of_checkpoint import tokenizer_of
@@ -61,7 +62,8 @@ def _verified(model: str, options: LoadOptions) -> tuple[VerifyReport, dict[str,
     with opened_bare(model, options) as bare:
         settled, n_tokens, loaded = bare.settled, tokenizer_of(bare.checkpoint).vocab_size, bare.load()
         report, tiles = VerifyReport((), {}), settled.weights == "tiles"
-        card = verified_card(settled.device) if settled.kind == "cuda" else None
+        kind = kind_of_kernel(bare.shape.family, settled.kv_type)
+        card = verified_card(settled.device, kind) if settled.kind == "cuda" else None
         if card is not None:
             verified.forget(card, {options.mode} & set(verified.NEED_VERIFICATION), talk)
         if tiles:
@@ -127,7 +129,7 @@ def _show(report: VerifyReport, facts: dict[str, Any]) -> None:
     rows += [(mode, "", "", f"cannot run here: {reason}") for mode, reason in report.not_run.items()]
     write_columns(rows)
     for mode in facts["kept_for_auto"]:
-        write_line(f"{mode} is verified for this card, driver and version: auto may take it")
+        write_line(f"{mode} is verified for this card, driver, version and family: auto may take it")
     write_line("all agree" if report.passed else "NOT the same: the first difference of each check is above")
 
 

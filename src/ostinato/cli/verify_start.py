@@ -17,7 +17,7 @@ from ostinato.cli.bare import Bare, opened_bare
 from ostinato.cli.output import talk
 from ostinato.engine import verified
 from ostinato.engine.checks import Check, VerifyReport
-from ostinato.engine.known_cards import has_run
+from ostinato.engine.known_cards import RAN_PERSISTENT, has_run, kind_of_kernel
 from ostinato.engine.request import check_generates
 from ostinato.errors import OstinatoError
 from ostinato.extras import why_missing
@@ -67,7 +67,7 @@ def compare(model: str, load: LoadOptions, *, always: bool) -> Started:
     """The mode that this model would run in, beside the reference."""
     with opened_bare(model, replace(load, prompts="plain")) as bare:
         settled = bare.settled
-        card = card_of(settled)
+        card = card_of(settled, kind_of_kernel(bare.shape.family, settled.kv_type))
         if not always and (not bare.shape.causal or card is None or has_passed(settled, card)):
             return Started("", 0)
         check_generates(bare.shape)
@@ -82,15 +82,18 @@ def compare(model: str, load: LoadOptions, *, always: bool) -> Started:
     return Started(f"{settled.mode} agrees with {against}", 0)
 
 
-def card_of(settled: Settled) -> VerifiedCard | None:
+def card_of(settled: Settled, kind: str) -> VerifiedCard | None:
     from ostinato.engine.machine import verified_card
 
-    return verified_card(settled.device) if settled.kind == "cuda" else None
+    return verified_card(settled.device, kind) if settled.kind == "cuda" else None
 
 
 def has_passed(settled: Settled, card: VerifiedCard) -> bool:
     major, minor = card.capability.split(".")
-    return has_run((int(major), int(minor))) or settled.mode in verified.verified_modes(card, talk)
+    ran, passed = has_run((int(major), int(minor))), verified.verified_families(card, talk).get(settled.mode, ())
+    if settled.mode not in verified.NEED_VERIFICATION:
+        return ran or bool(passed)
+    return (ran and card.family in RAN_PERSISTENT) or card.family in passed
 
 
 def short_report(bare: Bare) -> VerifyReport:

@@ -26,7 +26,7 @@ from ostinato.backends.tape.backend import TAPE
 from ostinato.backends.torch.backend import TORCH, TWIN
 from ostinato.cache.kv_bytes import check_kv_widths, kv_bytes
 from ostinato.engine.cores import default_threads
-from ostinato.engine.known_cards import has_run
+from ostinato.engine.known_cards import RAN_PERSISTENT, has_run, kind_of_kernel
 from ostinato.engine.machine import choose_device, machine_at, why_gpu_unused
 from ostinato.engine.memory_plan import LEAST_CONTEXT, USABLE_SHARE, MemoryPlan
 from ostinato.engine.verified import NEED_VERIFICATION
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 BACKENDS: Final[tuple[Backend, ...]] = (TAPE, CUDA, NATIVE, TORCH)  # from the fastest to the plainest
 DENSE: Final = {"F32", "F16", "BF16"}
 HELD: Final = "another engine of this process has it, and it fills the card"
-UNVERIFIED: Final = "not chosen by auto until `ostinato verify --mode {mode} MODEL` has passed on this card"
+UNVERIFIED: Final = "not chosen by auto until `ostinato verify {options} MODEL` has passed on this card"
+UNVERIFIED_KIND: Final = "it has run on no card with {kind} yet, and is " + UNVERIFIED
 NO_ROOM: Final = "its tape and a context do not fit, not even with prompts that read the tape (--prompts tape)"
 GRAMMAR_SHARE: Final = 32  # of free memory: one part in so many is for grammars
 OWN_BYTES: Final = 1 << 30  # of a GPU's memory that are in use with no other process: its context, and a desktop's
@@ -218,7 +219,8 @@ def _why_not_unasked(settled: Settled, case: LoadCase) -> str | None:
         return None
     if cards.is_held(settled.device):
         return HELD
-    if (unverified := why_unverified(settled.mode, case.machine)) is not None:
+    kind = kind_of_kernel(case.shape.family, settled.kv_type)
+    if (unverified := why_unverified(settled.mode, case.machine, kind)) is not None:
         return unverified
     return None if case.plan_of_one_context(settled).fits or _fits_once(settled, case) else NO_ROOM
 
@@ -235,14 +237,18 @@ def _fits_once(settled: Settled, case: LoadCase) -> bool:
     return case.plan_of_one_context(replace(settled, context=context), "tape").fits
 
 
-def why_unverified(mode: str, machine: Machine) -> str | None:
-    """Why `auto` does not trust a mode on this card; None where it does: where it ran before a release, or was verified
-    by the user with this driver and this version."""
-    if mode not in NEED_VERIFICATION or mode in machine.verified:
+def why_unverified(mode: str, machine: Machine, kind: str | None = None) -> str | None:
+    """Why `auto` does not trust a mode on this card, with a kind of kernel (`kind_of_kernel`) if one is named; None
+    where it does: where it ran before a release, or was verified by the user with this driver and this version."""
+    if mode not in NEED_VERIFICATION or machine.chip is None:
         return None
-    if machine.chip is None or has_run(machine.chip.capability):
+    passed = machine.verified.get(mode, ())
+    if kind in passed or (kind is None and passed):
         return None
-    return UNVERIFIED.format(mode=mode)
+    options = " ".join((f"--mode {mode}", *(kind or "").split()[1:]))
+    if not has_run(machine.chip.capability):
+        return UNVERIFIED.format(options=options)
+    return None if kind is None or kind in RAN_PERSISTENT else UNVERIFIED_KIND.format(options=options, kind=kind)
 
 
 def _draft(backend: Backend, mode: str, case: LoadCase) -> Settled:

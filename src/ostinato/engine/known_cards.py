@@ -2,7 +2,8 @@
 neither was done and they follow by the chip's limits.
 
 `ostinato doctor --cards` prints this table, and README.md has the same. Nothing is decided by a card's name; the
-examples are for readers. The chooser takes `persistent` unasked only where it ran (docs/tape.md).
+examples are for readers. The chooser takes `persistent` unasked only where it ran, and only for the families that it
+ran with (docs/tape.md).
 """
 
 from __future__ import annotations
@@ -46,7 +47,18 @@ KNOWN: Final[Mapping[tuple[int, int], KnownCards]] = MappingProxyType(
         (12, 1): KnownCards("GB10 (DGX Spark)", compiled="2026-11-18"),
     }
 )
+# Families with which `persistent` ran on a card; it supports others too, which were emulated only.
+RAN_PERSISTENT: Final = frozenset({"llama", "qwen2", "qwen3", "qwen3vl", "phi3", "ernie4_5", "seed_oss"})
 REFUSED: Final = ("T4, RTX 20, V100 and older", "sm_75 and older", "none", "refused by name", "")
+
+
+def kind_of_kernel(family: str, kv_type: str) -> str:
+    """What a result of `persistent` holds for: a family or, where keys and values are quantised, the family with them.
+
+    >>> kind_of_kernel("llama", "bf16"), kind_of_kernel("llama", "q8_0")
+    ('llama', 'llama --kv-type q8_0')
+    """
+    return f"{family} --kv-type {kv_type}" if kv_type == "q8_0" else family
 
 
 def has_run(capability: tuple[int, int]) -> bool:

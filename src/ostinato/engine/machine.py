@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -22,7 +23,7 @@ from ostinato.backends.machine import (
     free_host_bytes,
     kind_of,
 )
-from ostinato.engine.verified import VerifiedCard, verified_modes
+from ostinato.engine.verified import VerifiedCard, verified_families
 from ostinato.errors import HardwareCannot
 from ostinato.extras import gpu_install_command, install_command, missing, why_missing
 from ostinato.options import Talk
@@ -64,7 +65,7 @@ def machine_at(device: str, talk: Talk = lambda _: None) -> Machine:
         ) from error
     if (why := why_no_kernels(chip.device_capability or chip.capability, gpu.archs())) is not None:
         raise HardwareCannot(f"{device}: {why}")
-    verified = verified_modes(verified_card(device), talk)
+    verified = verified_families(verified_card(device), talk)
     return Machine(device, free, free_host_bytes(), chip, driver_cuda(), missing("gpu"), total, verified)
 
 
@@ -81,11 +82,12 @@ def why_no_kernels(capability: Capability, archs: Sequence[str]) -> str | None:
     return f"{has}; install one that has: {gpu_install_command()}"
 
 
-def verified_card(device: str) -> VerifiedCard:
-    """What results of `ostinato verify` hold for on a GPU."""
+def verified_card(device: str, kind: str = "") -> VerifiedCard:
+    """What results of `ostinato verify` hold for on a GPU, with a kind of kernel (`kind_of_kernel`)."""
     from ostinato.backends.cuda import gpu
 
-    return VerifiedCard.of(gpu.chip_of(device), gpu.name_of(device), driver_version() or "unknown")
+    card = VerifiedCard.of(gpu.chip_of(device), gpu.name_of(device), driver_version() or "unknown")
+    return replace(card, family=kind)
 
 
 def driver_version() -> str | None:

@@ -1,8 +1,9 @@
 """Which modes `ostinato verify` has found right on the cards of this machine: a small file in the store.
 
-A result holds for one kind of card, one driver and one version of Ostinato. `auto` takes `persistent` by itself on
-chips where it ran before a release (`known_cards.py`), and elsewhere only with such a result. A file that cannot be
-read counts as empty, with a sentence; `ostinato verify` then writes a new one.
+A result holds for one kind of card, one driver, one version of Ostinato and one family of models. `auto` takes
+`persistent` by itself on chips and for families with which it ran before a release (`known_cards.py`), and otherwise
+only with such a result. A file that cannot be read counts as empty, with a sentence; `ostinato verify` then writes a
+new one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -39,6 +40,7 @@ class VerifiedCard:
     capability: str
     driver: str
     ostinato: str = __version__
+    family: str = ""  # of the model that was compared, and its quantised keys and values (`kind_of_kernel`)
 
     @staticmethod
     def of(chip: Chip, name: str, driver: str) -> VerifiedCard:
@@ -48,6 +50,11 @@ class VerifiedCard:
 
 def verified_modes(card: VerifiedCard, talk: Talk) -> tuple[str, ...]:
     """The modes that are verified on a card, from low to high; `talk` gets a sentence where the file is damaged."""
+    return tuple(mode for mode, families in verified_families(card, talk).items() if card.family in families)
+
+
+def verified_families(card: VerifiedCard, talk: Talk) -> dict[str, tuple[str, ...]]:
+    """By mode, from low to high, the families that are verified on a card, whatever its own is."""
     try:
         results = _read()
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no home folder
@@ -55,9 +62,10 @@ def verified_modes(card: VerifiedCard, talk: Talk) -> tuple[str, ...]:
             f"the results of `ostinato verify` in {_said_path()} cannot be read ({_cause(error)}) and count as absent; "
             "remove the file, or verify again"
         )
-        return ()
-    found = {result["mode"] for result in results if _is_of(result, card)}
-    return tuple(mode for mode in MODES if mode in found)
+        return {}
+    here = [one for one in results if _is_of(one, replace(card, family=one.get("family", "")))]
+    found = {mode: tuple(one.get("family", "") for one in here if one["mode"] == mode) for mode in MODES}
+    return {mode: families for mode, families in found.items() if families}
 
 
 def forget(card: VerifiedCard, modes: Collection[str], talk: Talk) -> None:
@@ -137,7 +145,7 @@ def _is_result(value: object) -> bool:
 
 
 def _is_of(result: dict[str, Any], card: VerifiedCard) -> bool:
-    return all(result[name] == value for name, value in asdict(card).items())
+    return all(result.get(name, "") == value for name, value in asdict(card).items())
 
 
 def _path() -> Path:

@@ -8,8 +8,10 @@ from types import MappingProxyType
 from typing import Final
 
 from ostinato.errors import UnknownName, listing
+from ostinato.models.gemma import two_ropes, windowed
 from ostinato.models.gemma4 import of_two_kinds, with_experts
 from ostinato.models.gpt_oss import with_sinks
+from ostinato.models.granite import multiplied
 from ostinato.models.mamba import without_attention
 from ostinato.models.rope import Rope, proportional, yarn, yarn_amplitude
 from ostinato.models.shape import (
@@ -17,10 +19,12 @@ from ostinato.models.shape import (
     ExpertShape,
     Mamba2Shape,
     MambaShape,
+    QueryTemperature,
     RecurrentShape,
     Shape,
     ShortConvShape,
     alike,
+    with_rope_where,
 )
 
 _SIZES: Final = ("hidden", "n_layers", "n_heads", "n_kv_heads", "head_width", "ff_width", "vocab", "context")
@@ -82,6 +86,38 @@ def _gemma4_a4b() -> Shape:
     return with_experts(replace(made, logit_softcap=30.0), 128, 8, 704)
 
 
+def _granite_2b() -> Shape:
+    shape = _llama(2048, 40, 32, 8, 64, 8192, 49_159, 131_072, rope_base=10_000_000.0, tied_head=True)
+    shape = multiplied(shape, residual=0.22, logits=8.0).with_attention(query_scale=0.015625)
+    return replace(shape, family="granite", embedding_scale=12.0)
+
+
+def _smollm3_3b() -> Shape:
+    shape = _llama(2048, 36, 16, 4, 128, 11_008, 128_256, 65_536, rope_base=5e6, tied_head=True, norm_eps=1e-6)
+    return with_rope_where(replace(shape, family="smollm3"), [bool((i + 1) % 4) for i in range(shape.n_layers)])
+
+
+def _ministral_3b() -> Shape:
+    shape = _llama(3072, 26, 32, 8, 128, 9216, 131_072, 262_144, rope_base=1e6, tied_head=True)
+    rope = Rope(1e6, 128, "halves", yarn(128, 1e6, 16.0, 16_384))
+    return replace(shape, family="mistral3").with_attention(rope=rope, temperature=QueryTemperature(0.1, 16_384))
+
+
+def _gemma(family: str, *sizes: int) -> Shape:
+    shape = _llama(*sizes, rope_base=10_000.0, tied_head=True, norm_eps=1e-6)
+    return replace(shape, family=family, activation="gelu_tanh", embedding_scale=shape.hidden**0.5)
+
+
+def _gemma2_2b() -> Shape:
+    shape = replace(_gemma("gemma2", 2304, 26, 8, 4, 256, 9216, 256_000, 8192), logit_softcap=30.0)
+    return windowed(shape.with_attention(softcap=50.0), 4096, global_every=2)
+
+
+def _gemma3_1b() -> Shape:
+    shape = windowed(_gemma("gemma3", 1152, 26, 4, 1, 256, 6912, 262_144, 32_768), 512, global_every=6)
+    return two_ropes(shape, Rope(1_000_000.0, 256, "halves"), 10_000.0)
+
+
 # Small enough to answer at once, wide enough for whole blocks of 256 weights.
 _TINY: Final = _llama(256, 2, 4, 2, 64, 512, 1024, 2048, rope_base=10_000.0, tied_head=True)
 _MIXTRAL: Final = _llama(4096, 32, 32, 8, 128, 14_336, 32_000, 32_768, rope_base=1_000_000.0)
@@ -95,6 +131,11 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
         "llama-8b": _llama(4096, 32, 32, 8, 128, 14_336, 128_256, 131_072, rope_base=500_000.0),
         "smollm2-1.7b": _llama(2048, 24, 32, 32, 64, 8192, 49_152, 8192, rope_base=130_000.0, tied_head=True),
         "smollm2-135m": _llama(576, 30, 9, 3, 64, 1536, 49_152, 8192, rope_base=100_000.0, tied_head=True),
+        "granite-2b": _granite_2b(),
+        "smollm3-3b": _smollm3_3b(),
+        "ministral-3b": _ministral_3b(),
+        "gemma2-2b": _gemma2_2b(),
+        "gemma3-1b": _gemma3_1b(),
         "mixtral-8x7b": _routed(_MIXTRAL, "mixtral", 8, 2, 14_336, renormalise=True),
         "qwen3-30b-a3b": _routed(_QWEN3, "qwen3moe", 128, 8, 768, renormalise=True),
         "gpt-oss-20b": _gpt_oss(24, 32),
@@ -129,6 +170,9 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
             n_key_heads=16,
         ),
         "tiny": _TINY,
+        "tiny-glm4": replace(_TINY, family="glm4", attention_bias=True).with_attention(
+            rope=Rope(10_000.0, 32, "neighbours")
+        ),
         "tiny-mixtral": _routed(_TINY, "mixtral", 4, 2, 512, renormalise=True),
         "tiny-qwen3moe": _routed(_TINY, "qwen3moe", 6, 3, 256, renormalise=False),
     }

@@ -53,8 +53,21 @@ class DidNotEnd(Exception):
 
 def constants(**values: int | float | str) -> str:
     """A `shape.h` of these constants; what every part of the tape needs has defaults here."""
+    of_llama: dict[str, int | str] = {
+        **dict.fromkeys(("EMBEDDING_SCALE", "OUT_SCALE", "DOWN_SCALE", "HEAD_SCALE"), "1.0f"),
+        **dict.fromkeys(("QUERY_TEMPERATURE", "SCORE_CAP", "LOGIT_CAP"), "0.0f"),
+        **{"QUERY_SPAN": 1, "ROPE_KINDS": 1, "ROPE_BY_LAYER": 0, "ACTIVATION": 0, "KEPT_Q8": 0},
+        **{"HAS_AFTER_NORMS": 0, "AFTER_NORM_EPS": "1e-5f"},
+    }
     chip = {"BULK_COPIES": 1, "MOVE_REGISTERS": 1, "LIFT_WEIGHTS": 0}
-    given = {**chip, "N_COMPUTE_WARPS": 8, "DEADLINE_NS": "10000000000LL", "ATTENTION_PLAN_BYTES": 8, **values}
+    given = {
+        **of_llama,
+        **chip,
+        "N_COMPUTE_WARPS": 8,
+        "DEADLINE_NS": "10000000000LL",
+        "ATTENTION_PLAN_BYTES": 8,
+        **values,
+    }
     return "#pragma once\n" + "".join(f"#define {name} {value}\n" for name, value in given.items())
 
 

@@ -168,6 +168,13 @@ DEVICE u32 load_fresh(const u32* place, CALLER) { return emulator::fresh(place, 
 DEVICE int load_fresh(const int* place, CALLER) { return emulator::fresh(place, HERE("load_fresh")); }
 DEVICE float load_fresh(const float* place, CALLER) { return emulator::fresh(place, HERE("load_fresh")); }
 DEVICE u64 load_fresh(const u64* place, CALLER) { return load_relaxed(place, file, line); }
+DEVICE u16 load_fresh(const u16* place, CALLER) { return emulator::fresh(place, HERE("load_fresh")); }
+DEVICE uint2 load_fresh(const uint2* place, CALLER) {
+    emulator::maybe_pass(HERE("load_fresh"));
+    if ((u64)place % 8 != 0) emulator::misused(HERE("load_fresh"), "the place is not aligned");
+    const volatile u32* words = (const volatile u32*)place;
+    return {words[0], words[1]};
+}
 DEVICE uint4 load_fresh(const uint4* place, CALLER) {
     emulator::maybe_pass(HERE("load_fresh"));
     if ((u64)place % 16 != 0) emulator::misused(HERE("load_fresh"), "the place is not aligned");
@@ -199,6 +206,8 @@ DEVICE u32 pair_f16(float low, float high) { return (u32)to_f16(high) << 16 | to
 
 DEVICE float exp2_fast(float value) { return exp2f(value); }
 DEVICE float rsqrt_fast(float value) { return 1.0f / sqrtf(value); }
+DEVICE float log_float(float value) { return logf(value); }
+DEVICE float erf_float(float value) { return erff(value); }
 DEVICE double log_exact(double value) { return log(value); }
 DEVICE double exp_exact(double value) { return exp(value); }
 DEVICE void sincos_exact(float angle, float& sine, float& cosine) {

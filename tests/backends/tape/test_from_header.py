@@ -21,7 +21,8 @@ def test_a_header_gives_the_source_of_the_loaded_model(family: str, mix: str | N
     packed = mix is not None
     made = tape_build(model.shape, tensors_in(model), chip, n_slots=4, context=CONTEXT, packed=packed)
     matrices = [source.matrix for _, source in sources_of(model)]
-    sizes = TapeSizes.of(model.shape, matrices, 4, chip, kv_type="bf16", page_tokens=64, max_pages=CONTEXT // 64)
+    traits, room = Traits.of(model), {"page_tokens": 64, "max_pages": CONTEXT // 64}
+    sizes = TapeSizes.of(model.shape, matrices, 4, chip, kv_type="bf16", after_norms=traits.after_norms, **room)
     types = {matrix.weight_type for matrix in matrices}
-    expected = shape_header(model.shape, Traits.of(model), sizes, model.shape.vocab, "bf16", types, "wide")
+    expected = shape_header(model.shape, traits, sizes, model.shape.vocab, "bf16", types, "wide")
     assert (made.sizes, made.headers["shape.h"]) == (sizes, expected)

@@ -55,7 +55,7 @@ from ostinato.models.shape import Shape
 from ostinato.options import Activations, KVType
 from tests.backends.cuda.packing import pack
 from tests.backends.tape.emulator import Program, compiled
-from tests.backends.tape.models import shape_of, small
+from tests.backends.tape.models import gemma3, shape_of, small
 from tests.backends.tape.test_backend import matrices_by_header
 
 CPU = torch.device("cpu")
@@ -125,16 +125,18 @@ def matrices_of(model: Model) -> list[TapeMatrix]:
         (shape_of(), 4, "f32", 2, None),
         (shape_of(hidden=192, n_heads=16, n_kv_heads=2, head_width=128, ff_width=320, vocab=5000), 8, "bf16", 8, None),
         (shape_of("qwen3", hidden=256, n_heads=2, n_kv_heads=1, head_width=256, ff_width=256), 5, "f16", 8, "q4_k_m"),
+        (gemma3(), 3, "bf16", 2, None),
+        (shape_of(), 2, "q8_0", 2, None),
     ],
-    ids=["small", "wide groups", "packed"],
+    ids=["small", "wide groups", "packed", "norms after a block, and two kinds of RoPE", "bytes of keys and values"],
 )
 def test_sizes_are_those_of_the_compiled_source(
     shape: Shape, n_slots: int, kv_type: KVType, n_compute_warps: int, mix: str | None
 ) -> None:
     model, layout = small(shape, mix=mix), Layout(n_slots, 40, shape.vocab)
-    sizes = TapeSizes.of(
-        shape, matrices_of(model), n_slots, H200, n_compute_warps, kv_type=kv_type, page_tokens=64, max_pages=40
-    )
+    how: dict[str, Any] = {"kv_type": kv_type, "page_tokens": 64, "max_pages": 40}
+    after_norms = Traits.of(model).after_norms
+    sizes = TapeSizes.of(shape, matrices_of(model), n_slots, H200, n_compute_warps, after_norms=after_norms, **how)
     found = Compiled(headers_for(model, sizes, layout, kv_type))
     assert found["sizeof(Tape)"] == sizeof(Argument)
     assert found["RING_AT"] == sizes.own_bytes
@@ -237,7 +239,7 @@ widths = st.integers(1, 256).map(lambda n: 64 * n)
     weight_types=st.lists(st.sampled_from(list(WeightType)), min_size=5, max_size=5),
     n_slots=st.integers(1, 8),
     n_compute_warps=st.sampled_from([2, 4, 8]),
-    kv_type=st.sampled_from(["f32", "f16", "bf16"]),
+    kv_type=st.sampled_from(["f32", "f16", "bf16", "q8_0"]),
     max_pages=st.integers(1, 4096),
     n_multiprocessors=st.integers(1, 264),
     shared_kb=st.sampled_from([48, 99, 163, 227]),
@@ -352,7 +354,13 @@ class Laid:
 
 @pytest.mark.parametrize(
     ("family", "mix", "optional"),
-    [("llama", None, ()), ("qwen2", None, ("qkv_bias",)), ("qwen3", None, ("qk_norms",)), ("llama", "q4_k_m", ())],
+    [
+        ("llama", None, ()),
+        ("qwen2", None, ("qkv_bias",)),
+        ("qwen3", None, ("qk_norms",)),
+        ("llama", "q4_k_m", ()),
+        ("gemma2", None, ("after_norms", "squares")),
+    ],
 )
 def test_the_plan_holds_everything_that_the_argument_points_at(
     family: str, mix: str | None, optional: Sequence[str]
@@ -364,7 +372,7 @@ def test_the_plan_holds_everything_that_the_argument_points_at(
     laid.step.note_times()
     places = {name: getattr(argument.view, name) for name, *_ in type(argument.view)._fields_}
     places |= {name: getattr(argument, name) for name, weight_type, *_ in Argument._fields_ if weight_type is c_void_p}
-    absent = {"qkv_bias", "qk_norms"} - set(optional)
+    absent = {"qkv_bias", "qk_norms", "after_norms", "squares"} - set(optional)
     assert {name for name, place in places.items() if not place} == absent
     for name, place in places.items():
         assert name in absent or known[place].n_bytes > 0

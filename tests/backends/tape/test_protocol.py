@@ -40,6 +40,7 @@ class Shape:
     heads: int = 2
     n_rows: int = 1
     n_buffers: int = 2
+    after_norms: bool = False  # blocks hand on the squares of their tiles of out and down before the tiles themselves
 
     def tiles(self, segment: str) -> int:
         return self.hidden if segment in ("out", "down") else int(getattr(self, segment))
@@ -82,6 +83,7 @@ def performance(shape: Shape, block: int, n_steps: int) -> Iterator[Act]:
             tag += 1
             yield from layer_of(shape, block, layer, tag)
         tag += 1
+        yield from normed(shape, block, shape.n_layers - 1, "down", "x", tag)
         yield Read(hop(shape, "x", shape.n_layers, shape.hidden), tag)
         if shape.own_head(block):
             yield Put(("marks", 0, block), tag)
@@ -105,6 +107,7 @@ def layer_of(shape: Shape, block: int, layer: int, tag: int) -> Iterator[Act]:
     qkv, parts = hop(shape, "qkv", layer, shape.qkv), hop(shape, "parts", layer, shape.items)
     seen, inside = hop(shape, "seen", layer, shape.heads), hop(shape, "inside", layer, shape.gate_up)
     if layer > 0:  # layer 0 takes embeddings
+        yield from normed(shape, block, layer - 1, "down", "x", tag)
         yield Read(x, tag)
     for tile in shape.own(block, layer, "qkv"):
         yield Put(qkv[tile], tag)
@@ -115,15 +118,29 @@ def layer_of(shape: Shape, block: int, layer: int, tag: int) -> Iterator[Act]:
         yield Read(parts[head % shape.items :: shape.heads] or parts, tag)
         yield Put(seen[head], tag)
     yield Read(seen, tag)
-    for tile in shape.own(block, layer, "out"):
+    for tile in () if shape.after_norms else shape.own(block, layer, "out"):
         yield Put(middle[tile], tag)
+    yield from normed(shape, block, layer, "out", "middle", tag)
     yield Read(middle, tag)
     for tile in shape.own(block, layer, "gate_up"):
         yield Put(inside[tile], tag)
     yield Read(inside, tag)
     following = hop(shape, "x", layer + 1, shape.hidden)
-    for tile in shape.own(block, layer, "down"):
+    for tile in () if shape.after_norms else shape.own(block, layer, "down"):
         yield Put(following[tile], tag + 1)
+
+
+def normed(shape: Shape, block: int, layer: int, segment: str, name: str, tag: int) -> Iterator[Act]:
+    """Of a segment with a norm after it: a block with tiles reads the squares of all, then hands on its own."""
+    own = shape.own(block, layer, segment) if shape.after_norms else []
+    number = layer + (segment == "down")
+    squares = hop(shape, f"squares of {name}", number, shape.hidden)
+    for tile in own:
+        yield Put(squares[tile], tag)
+    if own:
+        yield Read(squares, tag)
+    for tile in own:
+        yield Put(hop(shape, name, number, shape.hidden)[tile], tag)
 
 
 def hop(shape: Shape, name: str, layer: int, n_words: int) -> tuple[Place, ...]:
@@ -220,6 +237,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         items=draw(few),
         heads=draw(few),
         n_rows=draw(st.integers(1, 3)),
+        after_norms=draw(st.booleans()),
     )
 
 
@@ -233,12 +251,14 @@ def test_no_value_is_lost_where_every_block_has_a_tile_of_gate_up(shape: Shape, 
 SPARE = Shape(n_blocks=15, n_layers=6, qkv=1, hidden=1, gate_up=15, head=15, items=1, heads=1)
 
 
-def test_blocks_with_little_to_do_are_not_left_behind() -> None:
-    assert not loses(SPARE, n_seeds=4)
+@pytest.mark.parametrize("after_norms", [False, True])
+def test_blocks_with_little_to_do_are_not_left_behind(after_norms: bool) -> None:
+    assert not loses(replace(SPARE, after_norms=after_norms), n_seeds=4)
 
 
-def test_one_buffer_loses_values() -> None:
-    assert loses(replace(SPARE, n_buffers=1))
+@pytest.mark.parametrize("after_norms", [False, True])
+def test_one_buffer_loses_values(after_norms: bool) -> None:
+    assert loses(replace(SPARE, n_buffers=1, after_norms=after_norms))
 
 
 @pytest.mark.parametrize("n_tiles", [1, 2, 4])

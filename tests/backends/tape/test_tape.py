@@ -22,10 +22,10 @@ from ostinato.errors import EngineDead
 from ostinato.loop.host import Admission
 from ostinato.loop.layout import End, Fault, Finish, SlotState, Word, bits_of
 from ostinato.models.rope import Rope
-from ostinato.options import Sampling
+from ostinato.options import KVType, Sampling
 from tests.backends.tape.emulator import compiled
 from tests.backends.tape.loop import CONTEXT, N_PAGES, OUTBOX, EmulatedLoop, tape_driver, widened
-from tests.backends.tape.models import shape_of, small
+from tests.backends.tape.models import EMULATED, gemma3, shape_of, small
 from tests.engine.rig import GREEDY, Driver, stray
 from tests.models.plain_memory import logits as forward
 
@@ -86,6 +86,11 @@ def test_every_family_has_the_logits_of_torch(family: str) -> None:
     check_near_torch(small(shape_of(family)))
 
 
+@pytest.mark.parametrize("family", EMULATED)
+def test_families_that_ran_on_no_card_have_the_logits_of_torch(family: str) -> None:
+    check_near_torch(small(EMULATED[family]()))
+
+
 @pytest.mark.parametrize("most", [5, 12])
 def test_sequences_on_both_sides_of_longropes_border_have_the_logits_of_torch(most: int) -> None:
     long = tuple(1.0 + i / 4 for i in range(32))
@@ -131,8 +136,9 @@ def test_float16_weights_are_multiplied_as_float16() -> None:
     check_near_torch(small(LLAMA, dtype=torch.float16), tolerance=0.003)
 
 
-def test_narrow_keys_and_values_are_near() -> None:
-    check_near_torch(small(LLAMA), kv_type="bf16")
+@pytest.mark.parametrize("kv_type", ["bf16", "q8_0"])
+def test_narrow_keys_and_values_are_near(kv_type: KVType) -> None:
+    check_near_torch(small(LLAMA), kv_type=kv_type)
 
 
 # --- bits ---
@@ -153,14 +159,26 @@ def test_a_request_decodes_the_same_in_any_slot_company_and_order_of_events() ->
             assert [driver.tokens(generation) for generation in asked] == expected
 
 
-def test_logits_have_the_same_bits_alone_and_among_neighbours() -> None:
-    model = small(LLAMA)
-    with closing(tape_driver(model, seed=1)) as driver:
+@pytest.mark.parametrize(
+    ("family", "kv_type"), [("llama", "f32"), ("llama", "q8_0"), *((family, "f32") for family in EMULATED)]
+)
+def test_logits_have_the_same_bits_alone_and_among_neighbours(family: str, kv_type: KVType) -> None:
+    model = small(EMULATED[family]() if family in EMULATED else LLAMA)
+    with closing(tape_driver(model, seed=1, kv_type=kv_type)) as driver:
         _, expected = by_steps(driver, [1, 2, 3, 4], 6)
-    with closing(tape_driver(model, seed=2)) as driver:
+    with closing(tape_driver(model, seed=2, kv_type=kv_type)) as driver:
         for slot in (1, 2, 3):
             driver.admit(slot, [slot] * 20, most=6)
         assert torch.equal(by_steps(driver, [1, 2, 3, 4], 6)[1], expected)
+
+
+def test_the_number_of_blocks_changes_no_bit_of_norms_after_a_block() -> None:
+    model = small(gemma3())
+    found = []
+    for n_blocks in (3, 10):  # of ten, two have no tile of x in some products
+        with closing(tape_driver(model, n_blocks=n_blocks)) as driver:
+            found.append(by_steps(driver, [1, 2, 3, 4], 5)[1])
+    assert torch.equal(*found)
 
 
 def test_the_number_of_slots_that_a_kernel_is_compiled_for_changes_no_bit() -> None:

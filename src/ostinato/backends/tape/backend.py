@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, product
 from typing import TYPE_CHECKING, Final
 
 from ostinato.backends.base import (
@@ -55,10 +55,11 @@ if TYPE_CHECKING:
     from ostinato.files.checkpoint import TensorInfo
     from ostinato.loop.plan import Plan
     from ostinato.models.blocks import ModelBlocks
-    from ostinato.models.shape import Shape
+    from ostinato.models.shape import Multipliers, Shape
     from ostinato.models.tensors import TensorTable
 
 HEAD_WIDTHS: Final = (64, 96, 128, 256)
+ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu")  # in the order of activation.h
 HALVES: Final = ("bfloat16", "float16")
 MOST_SLOTS: Final = 8  # columns of a tensor core's product
 EMBEDDING: Final = "token_embd.weight"
@@ -73,7 +74,7 @@ class TapeBackend:
     device: DeviceKind = "cuda"
     modes: tuple[str, ...] = ("persistent",)
     activations: tuple[Activations, ...] = ("wide", "int8")
-    kv_types: tuple[KVType, ...] = ("f32", "f16", "bf16")
+    kv_types: tuple[KVType, ...] = ("f32", "f16", "bf16", "q8_0")
     alone = True
     opens_encoders = False
 
@@ -203,37 +204,43 @@ class TapeRunner(CudaRunner):
 
 def why_not_shape(shape: Shape) -> str | None:
     """Why the kernel cannot express a shape; None where it can."""
-    heads = {replace(one, window=None) for one in shape.attention.values()}
+    heads = {replace(one, window=None, rope=None) for one in shape.attention.values()}
+    ropes = {(rope.width, rope.pairing, rope.amplitude) for rope in shape.rope_kinds}
     first = next(iter(heads), None)
     if shape.recurrent or len(shape.attention) < shape.n_layers or not shape.causal or first is None:
         return "the tape does not know layers that are not causal attention"
     ff_width = shape.widest_ff
     checks = (
         (shape.experts is None, "experts"),
-        (shape.multipliers == type(shape.multipliers)() and shape.embedding_scale is None, "multipliers"),
+        (_has_known_factors(shape.multipliers), "factors on what goes into attention, or on the gate"),
         (first.qk_norm == "heads", "QK norms over whole rows or after the rotation"),
         (not shape.parallel, "attention and feed-forward in parallel"),
-        (not shape.embedding_norm and shape.after_norm_eps is None, "a norm behind the embedding"),
-        (first.temperature is None, "queries that grow with their position"),
+        (not shape.embedding_norm, "a norm behind the embedding"),
         (first.latent is None, "multi-head latent attention"),
         (not first.gated, "gates on the output of attention"),
         (not first.sinks, "attention sinks"),
         (all(one.kv_from is None for one in heads), "layers that read the keys and values of another"),
         (not first.value_norm, "norms of values"),
         (not shape.per_layer_width, "a second embedding of which every layer takes a part"),
-        (first.softcap is None and shape.logit_softcap is None, "soft caps"),
-        (shape.activation == "silu", f"the activation {shape.activation}: it has silu"),
+        (shape.activation in ACTIVATIONS, f"the activation {shape.activation}: it has {', '.join(ACTIVATIONS)}"),
         (not shape.mlp_bias, "a bias in the feed-forward block"),
         (first.head_width in HEAD_WIDTHS, f"heads of width {first.head_width}: it has {_list(HEAD_WIDTHS)}"),
         (first.value_width == first.head_width, "values that are not as wide as keys"),
         (1 <= first.group <= 8, f"{first.group} heads for each of keys: it has 1 to 8"),
         (shape.hidden % 64 == 0, f"a hidden size of {shape.hidden}: it wants a multiple of 64"),
         (ff_width > 0 and ff_width % 64 == 0, f"a feed-forward size of {ff_width}: it wants a multiple of 64"),
-        (len({one.rope for one in heads}) == 1 and first.rope is not None, "layers with different rotary positions"),
+        (len(ropes) > 0, "models without rotary positions"),
+        (len(ropes) < 2, "rotary positions of different widths, pairs or amplitudes"),
         (len(heads) == 1, "layers with different heads"),
         (len({one.ff_width for one in shape.layers}) == 1, "layers with different feed-forward sizes"),
     )
     return next((f"the tape does not know {what}" for known, what in checks if not known), None)
+
+
+def _has_known_factors(multipliers: Multipliers) -> bool:
+    """Whether only what attention, the feed-forward block and the head give is multiplied."""
+    known = replace(multipliers, attention_out=1.0, mixer_out=1.0, ff_down=1.0, head=1.0)
+    return known == type(multipliers)()
 
 
 def why_not_rows(n_slots: int, dtype: str) -> str | None:
@@ -247,8 +254,8 @@ def why_not_rows(n_slots: int, dtype: str) -> str | None:
 
 def why_not_tensors(shape: Shape, tensors: HeaderTensors, *, packed: bool) -> str | None:
     """Why it cannot lay out a model's tensors; None where it can, as far as their types are known."""
-    if has_norm_after_block(tensors):
-        return "the tape has no norms after a block"
+    if has_norm_after_block(tensors) and not all(f"blk.{n}.{at}.weight" in tensors for n, at in _norms(shape)):
+        return "the tape wants norms before every block, and after all of them or none"
     if has_layer_norm(tensors) or has_learned_positions(tensors) or has_plain_mlp(shape, tensors):
         return "the tape wants RMS norms, rotary positions and a gate in the feed-forward block"
     biased = next((name for name in tensors if name.endswith(".bias") and not name.endswith(_BIASED)), None)
@@ -264,6 +271,11 @@ def why_not_tensors(shape: Shape, tensors: HeaderTensors, *, packed: bool) -> st
     return None
 
 
+def _norms(shape: Shape) -> Iterator[tuple[int, str]]:
+    """The norms of a model that has them before and after each block."""
+    return product(range(shape.n_layers), ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"))
+
+
 def why_too_large(
     shape: Shape, tensors: HeaderTensors, options: LoadOptions, kv_type: KVType, chip: Chip | None, *, packed: bool
 ) -> str | None:
@@ -274,9 +286,10 @@ def why_too_large(
 
     page = PAGE_TOKENS["cuda"]
     max_pages = -(-(options.context or shape.default_context) // page)
-    matrices = matrices_of(shape, tensors, packed=packed)
+    matrices, after_norms = matrices_of(shape, tensors, packed=packed), has_norm_after_block(tensors)
+    room = {"page_tokens": page, "max_pages": max_pages}
     try:
-        TapeSizes.of(shape, matrices, options.slots, chip, kv_type=kv_type, page_tokens=page, max_pages=max_pages)
+        TapeSizes.of(shape, matrices, options.slots, chip, kv_type=kv_type, after_norms=after_norms, **room)
     except HardwareCannot as error:
         return str(error)
     return None

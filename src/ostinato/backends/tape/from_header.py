@@ -15,7 +15,7 @@ from ostinato.backends.tape.backend import matrices_of
 from ostinato.backends.tape.plan import TapeSizes, Traits, shape_header
 from ostinato.backends.tape.start import tape_binary, tape_headers
 from ostinato.loop.layout import Layout
-from ostinato.models.header import HeaderTensors
+from ostinato.models.header import HeaderTensors, has_norm_after_block
 from ostinato.models.shape import Shape
 from ostinato.options import Activations, KVType
 
@@ -46,11 +46,12 @@ def tape_build(
 ) -> TapeBuild:
     """Raises HardwareCannot where the chip's shared memory is too small for `n_slots`."""
     page, matrices = PAGE_TOKENS["cuda"], matrices_of(shape, tensors, packed=packed)
-    layout = Layout(n_slots, -(-context // page), shape.vocab)
-    sizes = TapeSizes.of(shape, matrices, n_slots, chip, kv_type=kv_type, page_tokens=page, max_pages=layout.max_pages)
+    layout, after_norms = Layout(n_slots, -(-context // page), shape.vocab), has_norm_after_block(tensors)
+    room = {"page_tokens": page, "max_pages": layout.max_pages}
+    sizes = TapeSizes.of(shape, matrices, n_slots, chip, kv_type=kv_type, after_norms=after_norms, **room)
     has_bias = any(name.startswith("blk.0.attn_") and name.endswith(".bias") for name in tensors)
     qk_norm_eps = shape.norm_eps if "blk.0.attn_q_norm.weight" in tensors else None
-    traits = Traits(dtype, dtype, has_bias, qk_norm_eps)
+    traits = Traits(dtype, dtype, has_bias, qk_norm_eps, after_norms)
     weight_types = {matrix.weight_type for matrix in matrices}
     header = shape_header(shape, traits, sizes, shape.vocab, kv_type, weight_types, activations)
     return TapeBuild(sizes, tape_headers(header, layout, page), chip)

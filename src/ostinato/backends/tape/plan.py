@@ -20,6 +20,7 @@ from ostinato.backends.cuda.launch import checked
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.scratch import scratch_elements
 from ostinato.backends.machine import Chip, arch_of
+from ostinato.backends.tape.backend import ACTIVATIONS
 from ostinato.backends.tape.pack import TapeSource, source_of, tape_of, why_not_packed
 from ostinato.backends.tape.partition import (
     Partition,
@@ -38,6 +39,7 @@ from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.arrays import as_tensor
 from ostinato.backends.torch.kv_types import KV_DTYPES
 from ostinato.backends.torch.model import Model
+from ostinato.backends.torch.ops.attend import PRODUCT
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.plan import memory_tensors, tensors_of
 from ostinato.backends.torch.weight import Weight, rows_of
@@ -46,7 +48,7 @@ from ostinato.cache.kv_bytes import KV_FORMATS
 from ostinato.errors import BadPointer, HardwareCannot, InternalError
 from ostinato.loop.layout import Layout, Tables
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
-from ostinato.models.blocks import Attention, GatedMLP, Linear, with_leaves
+from ostinato.models.blocks import Attention, GatedMLP, Layer, Linear, Norm, with_leaves
 from ostinato.models.shape import AttentionShape, Shape
 from ostinato.options import Activations, KVType
 
@@ -82,7 +84,7 @@ _POINTERS: Final = (
     *("tape", "tape_at", "segments", "norms", "qkv_bias", "qk_norms"),
     *("frequencies", "embedding", "caches", "windows", "groups"),
     *("x", "qkv", "parts", "attended", "inside", "summaries", "marks"),
-    *("logits", "scaled", "state", "clock"),
+    *("logits", "scaled", "state", "after_norms", "squares", "clock"),
 )
 
 
@@ -179,6 +181,7 @@ class TapeSizes:
     stage_bytes: int
     activation_bytes: int
     residual_tiles: int  # of x, that a block makes
+    n_residuals: int  # for which they have room: before attention, before the MLP, and what is normed after a block
     n_segments: int
     attention_plan_bytes: int
     deadline_ns: int = DEADLINE_NS
@@ -194,6 +197,7 @@ class TapeSizes:
         kv_type: KVType,
         page_tokens: int,
         max_pages: int,
+        after_norms: bool = False,
     ) -> TapeSizes:
         """As many stages as fit; as many blocks as have work in every product that keeps them in step. Raises
         HardwareCannot where fewer than LEAST_STAGES fit, with the most slots with which they do."""
@@ -208,6 +212,7 @@ class TapeSizes:
                 kv_type=kv_type,
                 page_tokens=page_tokens,
                 max_pages=max_pages,
+                after_norms=after_norms,
             )
 
         sizes = sizes_of(n_slots)
@@ -233,6 +238,7 @@ class TapeSizes:
         kv_type: KVType,
         page_tokens: int,
         max_pages: int,
+        after_norms: bool = False,
     ) -> TapeSizes:
         """With as many stages as fit, be they too few."""
         # A block without a tile there could fall behind by two layers, and its values be overwritten.
@@ -244,7 +250,7 @@ class TapeSizes:
         widest = padded_columns(WeightType.FOUR, max(matrix.columns for matrix in matrices), n_compute_warps)
         one_row = widest + ROW_PADDING
         all_rows = n_slots * (max(hidden, SLAB_COLUMNS * n_compute_warps) + ROW_PADDING)
-        kept = KV_FORMATS[kv_type].item_bytes
+        kept = _multiplied_as(kv_type).itemsize
         attending = attention_bytes(shape, grid, n_slots, kept)
         activations = _whole(max(LEAST_ACTIVATION_BYTES, 2 * all_rows, 2 * one_row, attending), 128)
         stage = _whole(largest_chunk(segments, n_compute_warps), 128)
@@ -256,9 +262,16 @@ class TapeSizes:
             stage,
             activations,
             residual_tiles=-(-(shape.hidden // 16) // n_blocks),
+            n_residuals=2 + after_norms,
             n_segments=SEGMENTS_A_LAYER * shape.n_layers + 1,
             attention_plan_bytes=attention_plan_bytes(
-                shape, grid, n_slots, kept, page_tokens=page_tokens, max_pages=max_pages
+                shape,
+                grid,
+                n_slots,
+                kept,
+                cache_bytes=32 if _is_quantised(kv_type) else 16,
+                page_tokens=page_tokens,
+                max_pages=max_pages,
             ),
         )
         left = chip.shared_bytes - STATIC_BYTES - least.shared_bytes
@@ -287,7 +300,7 @@ class TapeSizes:
         compute_warps = self.grid.n_compute_warps
         sum_rows = 4 if self.n_slots <= 4 else 8
         words = 3 + compute_warps * self.grid.tiles_at_once * 16 * sum_rows + (compute_warps * 4 + 3) * self.n_slots
-        words += 2 * self.residual_tiles * 16 * self.n_slots + 4 * self.n_segments
+        words += self.n_residuals * self.residual_tiles * 16 * self.n_slots + 4 * self.n_segments
         return _whole(_whole(GATES_BYTES * self.n_stages + self.attention_plan_bytes + 4 * words, 8), 128)
 
     @property
@@ -305,16 +318,23 @@ def attention_bytes(shape: Shape, grid: TapeGrid, n_slots: int, kept_bytes: int)
 
 
 def attention_plan_bytes(
-    shape: Shape, grid: TapeGrid, n_slots: int, kept_bytes: int, *, page_tokens: int, max_pages: int
+    shape: Shape, grid: TapeGrid, n_slots: int, kept_bytes: int, *, cache_bytes: int, page_tokens: int, max_pages: int
 ) -> int:
     """What attention knows of a step: `struct AttentionPlan` of `attention_plan.h`, field by field."""
     heads = heads_of(shape)
-    assert heads.rope is not None
     items = _items(heads, grid, n_slots, kept_bytes)
     longest_split = _whole(max_pages * page_tokens, LEAST_SPLIT * SPLITS) // SPLITS
     pages = items * (longest_split // page_tokens + 2)
-    rotations = n_slots * max(1, heads.rope.width // 2)
-    return _whole(16 * shape.n_layers + 8 * rotations + ITEM_BYTES * items + 4 * (pages + n_slots + 3), 8)
+    rotations = len(shape.rope_kinds) * n_slots * max(1, shape.rope_kinds[0].width // 2)
+    return _whole(cache_bytes * shape.n_layers + 8 * rotations + ITEM_BYTES * items + 4 * (pages + n_slots + 3), 8)
+
+
+def _multiplied_as(kv_type: KVType) -> torch.dtype:
+    return PRODUCT[getattr(torch, KV_DTYPES[kv_type])]
+
+
+def _is_quantised(kv_type: KVType) -> bool:
+    return KV_FORMATS[kv_type].block is not None
 
 
 def _items(heads: AttentionShape, grid: TapeGrid, n_slots: int, kept_bytes: int) -> int:
@@ -324,8 +344,14 @@ def _items(heads: AttentionShape, grid: TapeGrid, n_slots: int, kept_bytes: int)
 
 
 def heads_of(shape: Shape) -> AttentionShape:
-    """How its layers attend, which on the tape is alike but for the window (`why_not_shape`)."""
+    """How its layers attend, which on the tape is alike but for the window and the rope (`why_not_shape`)."""
     return shape.attention[0]
+
+
+def layer_ropes_of(shape: Shape) -> list[int]:
+    """Of each layer, which of the model's kinds of rope it has; -1: none."""
+    kinds = shape.rope_kinds
+    return [-1 if one.rope is None else kinds.index(one.rope) for one in shape.attention.values()]
 
 
 class Traits(NamedTuple):
@@ -335,6 +361,7 @@ class Traits(NamedTuple):
     embedding: torch.dtype
     has_bias: bool  # of q, k and v
     qk_norm_eps: float | None  # None: q and k have no norm
+    after_norms: bool = False  # each block's output is normed before it is added
 
     @staticmethod
     def of(model: Model) -> Traits:
@@ -344,6 +371,7 @@ class Traits(NamedTuple):
             model.embedding.dtype if isinstance(model.embedding, Tensor) else model.dtype,
             attention.qkv.bias is not None,
             None if attention.q_norm is None else attention.q_norm.eps,
+            _has_after_norms(model),
         )
 
 
@@ -358,8 +386,7 @@ def shape_header(
 ) -> str:
     """`shape.h`: everything that the kernel is compiled for."""
     s, grid, heads = shape, sizes.grid, heads_of(shape)
-    rope = heads.rope
-    assert rope is not None
+    rope, temperature, layer_ropes = s.rope_kinds[0], heads.temperature, layer_ropes_of(s)
     numbers: dict[str, object] = {
         "N_BLOCKS": grid.n_blocks,
         "N_COMPUTE_WARPS": grid.n_compute_warps,
@@ -384,6 +411,18 @@ def shape_header(
         "NORM_EPS": _float(s.norm_eps),
         "QK_NORM_EPS": _float(s.norm_eps if traits.qk_norm_eps is None else traits.qk_norm_eps),
         "QUERY_SCALE": _float(heads.query_scale),
+        "EMBEDDING_SCALE": _float(_rounded(s.embedding_scale or 1.0, traits.embedding)),
+        "OUT_SCALE": _float(s.multipliers.attention_out),
+        "DOWN_SCALE": _float(s.multipliers.ff_down),
+        "HEAD_SCALE": _float(s.multipliers.head),
+        "ACTIVATION": ACTIVATIONS.index(s.activation),
+        "SCORE_CAP": _float(heads.softcap or 0.0),
+        "LOGIT_CAP": _float(s.logit_softcap or 0.0),
+        "QUERY_TEMPERATURE": _float(0.0 if temperature is None else temperature.scale),
+        "QUERY_SPAN": 1 if temperature is None else temperature.span,
+        "ROPE_KINDS": len(s.rope_kinds),
+        "ROPE_BY_LAYER": int(any(layer_ropes)),
+        "LAYER_ROPES": ", ".join(map(str, layer_ropes)),
         "ROPE_SETS": s.n_rope_sets,
         "ROPE_HALF": rope.width // 2,
         "ROPE_NEIGHBOURS": int(rope.pairing == "neighbours"),
@@ -391,10 +430,13 @@ def shape_header(
         "SPLITS": SPLITS,
         "LEAST_SPLIT": LEAST_SPLIT,
         "ACTIVATION_BF16": int(traits.dtype == torch.bfloat16),
-        "KEPT": _TYPES[getattr(torch, KV_DTYPES[kv_type])],
+        "KEPT": _TYPES[_multiplied_as(kv_type)],
+        "KEPT_Q8": int(_is_quantised(kv_type)),
         "EMBEDDING_TYPE": _TYPES[traits.embedding],
         "HAS_BIAS": int(traits.has_bias),
         "HAS_QK_NORM": int(traits.qk_norm_eps is not None),
+        "HAS_AFTER_NORMS": int(traits.after_norms),
+        "AFTER_NORM_EPS": _float(s.after_norm_eps or s.norm_eps),
         **{f"HAS_WEIGHT_{weight_type.name}": int(weight_type in weight_types) for weight_type in WeightType},
         "WIDE": int(activations == "wide"),
         "DEADLINE_NS": f"{sizes.deadline_ns}LL",
@@ -441,6 +483,7 @@ class TapeProgram(NamedTuple):
             kv_type=kv_type,
             page_tokens=page_tokens,
             max_pages=layout.max_pages,
+            after_norms=_has_after_norms(model),
         )
         types = {matrix.weight_type for matrix in matrices}
         header = shape_header(model.shape, Traits.of(model), sizes, n_tokens, kv_type, types, activations)
@@ -577,8 +620,8 @@ class TapeStep:
             "tape": tape_of(sources, self.partition, device, model.dtype),
             "tape_at": torch.tensor(self.partition.begins, dtype=torch.int64, device=device),
             "segments": torch.tensor(self._segments(of_qkv), dtype=torch.int32, device=device),
-            "norms": torch.stack([norm.weight.float() for norm in (*norms, model.norm)]).contiguous(),
-            "frequencies": next(iter(model.frequencies.values())).float().contiguous(),
+            "norms": _stacked([*norms, model.norm]),
+            "frequencies": torch.stack([model.frequencies[rope].float() for rope in s.rope_kinds]),
             "windows": torch.tensor([one.shape.window or 0 for one in attention], dtype=torch.int32, device=device),
             "embedding": _plain_embedding(model),
         }
@@ -587,8 +630,11 @@ class TapeStep:
             made["qkv_bias"] = torch.stack([bias.float() for bias in biases if bias is not None]).contiguous()
         pairs = [(one.q_norm, one.k_norm) for one in attention]
         if pairs[0][0] is not None:
-            every = [norm.weight.float() for pair in pairs for norm in pair if norm is not None]
-            made["qk_norms"] = torch.stack(every).contiguous()
+            made["qk_norms"] = _stacked([norm for pair in pairs for norm in pair if norm is not None])
+        if _has_after_norms(model):
+            layers = [layer for layer in model.layers if isinstance(layer, Layer)]
+            after = [norm for layer in layers for norm in (layer.after_attention, layer.after_mlp) if norm is not None]
+            made["after_norms"] = _stacked(after)
         return made
 
     def _segments(self, of_qkv: Sequence[bool]) -> list[Segment]:
@@ -614,6 +660,7 @@ class TapeStep:
             "summaries": (n, n_blocks, SUMMARY_WORDS),
             "marks": (n_blocks + 2 * n + 1,),
             "clock": (n_blocks, n_clocked(s)),
+            **({"squares": (4, n, s.hidden // 16)} if _has_after_norms(model) else {}),
         }
         made = {name: zeros(shape, torch.int64, device) for name, shape in words.items()}
         for name in ("logits", "scaled"):
@@ -623,8 +670,9 @@ class TapeStep:
 
     def _caches(self, model: Model, memory: PagedMemory) -> None:
         assert memory.kv is not None
-        halves = [half for i in range(model.shape.n_layers) for half in (memory.kv.keys[i], memory.kv.values[i])]
-        places = [half.parts[0].data_ptr() for half in halves]
+        # Of a layer: keys and values, then where they are quantised the scales of both.
+        kept = [(memory.kv.keys[i].parts, memory.kv.values[i].parts) for i in range(model.shape.n_layers)]
+        places = [part.data_ptr() for both in kept for parts in zip(*both, strict=True) for part in parts]
         self.buffers["caches"] = torch.tensor(places, dtype=torch.int64, device=model.device)
         self.buffers["groups"] = torch.tensor([*memory.group_of.values()], dtype=torch.int32, device=model.device)
 
@@ -644,6 +692,10 @@ def viewed_memory(tables: Tables) -> dict[str, Tensor]:
         "admissions": tables.admissions.memory,
         "rings": tables.rings.memory,
     } | grammars
+
+
+def _stacked(norms: Sequence[Norm]) -> Tensor:
+    return torch.stack([norm.weight.float() for norm in norms]).contiguous()
 
 
 def _address(name: str, tensor: Tensor, device: torch.device) -> int:
@@ -699,6 +751,11 @@ def _plain_embedding(model: Model) -> Tensor:
     return torch.cat([rows_of(model.embedding, some, model.dtype) for some in ids])
 
 
+def _has_after_norms(model: Model) -> bool:
+    layer = model.layers[0]
+    return isinstance(layer, Layer) and layer.after_attention is not None
+
+
 def _attention(model: Model, number: int) -> Attention:
     attention = model.layers[number].attention
     assert isinstance(attention, Attention)
@@ -711,6 +768,10 @@ def _weight_buffers(model: Model) -> list[Buffer]:
 
 def _whole(n: int, unit: int) -> int:
     return -(-n // unit) * unit
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=dtype))
 
 
 def _float(value: float) -> str:

@@ -16,12 +16,13 @@
 // positions are loaded before the queries arrive. Bound by reading keys and values at long ones: each warp has DEPTH
 // tiles in flight, across items too.
 #pragma once
+#include "activation.h"
 #include "attention_plan.h"
 #include "handoff.h"
 
 // --- how a warp holds a tile of keys and values ---
 
-constexpr int CHUNKS = LINE_BYTES / 16;
+constexpr int CHUNKS = LINE_BYTES / 16;              // of a line as it is multiplied
 constexpr int IN_CHUNK = 16 / KEPT_BYTES;
 constexpr int TILE = 16;                             // positions
 constexpr int STRIDE = TILE * N_COMPUTE_WARPS;             // positions that a block takes at once
@@ -33,10 +34,54 @@ constexpr int DEPTH = CHUNKS <= 8 ? 2 : 1;           // tiles of a warp in fligh
 static_assert(CHUNKS % 4 == 0, "four lanes share a key");
 static_assert(GROUP <= 8, "the queries of a key head are the columns of one product");
 
+// A chunk of a key or a value as it is kept, and where it is: numbers that are multiplied as they are, or with KEPT_Q8
+// eight bytes and the scale that they share with three other chunks, widened when they are used.
+#if KEPT_Q8
+struct Kept {
+    uint2 quants;
+    u16 scale;
+};
+struct KeptStore {
+    const char* quants;
+    const u16* scales;
+};
+struct KeptPlace {
+    KeptStore store;
+    u32 chunk;
+    MEMBER KeptPlace operator+(int n) const { return {store, chunk + n}; }
+    MEMBER KeptPlace operator-(int n) const { return {store, chunk - n}; }
+};
+DEVICE KeptStore keys_in(const Cache& cache) { return {cache.keys, cache.key_scales}; }
+DEVICE KeptStore values_in(const Cache& cache) { return {cache.values, cache.value_scales}; }
+DEVICE KeptPlace chunk_at(KeptStore store, u32 chunk) { return {store, chunk}; }
+DEVICE Kept load_kept(const KeptPlace& at) {
+    return {load_fresh((const uint2*)at.store.quants + at.chunk), load_fresh(at.store.scales + at.chunk / 4)};
+}
+DEVICE uint4 widened(const Kept& kept) {
+    const float scale = from_f16(kept.scale);
+    u32 pairs[4];
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        const u32 two = (i < 2 ? kept.quants.x : kept.quants.y) >> 16 * (i % 2);
+        pairs[i] = pair_bf16((float)(signed char)two * scale, (float)(signed char)(two >> 8) * scale);
+    }
+    return {pairs[0], pairs[1], pairs[2], pairs[3]};
+}
+#else
+using Kept = uint4;
+using KeptStore = const char*;
+using KeptPlace = const uint4*;
+DEVICE KeptStore keys_in(const Cache& cache) { return cache.keys; }
+DEVICE KeptStore values_in(const Cache& cache) { return cache.values; }
+DEVICE KeptPlace chunk_at(KeptStore store, u32 chunk) { return (const uint4*)store + (u64)chunk; }
+DEVICE Kept load_kept(KeptPlace at) { return load_fresh(at); }
+DEVICE uint4& widened(Kept& kept) { return kept; }
+#endif
+
 struct Held {
-    u32 line;  // of position lane % 16 of the tile: where it begins, in pieces of 16 bytes
-    uint4 keys[2][HOLDS ? KEY_CHUNKS : 1];
-    uint4 values[4][HOLDS ? VALUE_CHUNKS : 1];
+    u32 line;  // of position lane % 16 of the tile: where it begins, in chunks
+    Kept keys[2][HOLDS ? KEY_CHUNKS : 1];
+    Kept values[4][HOLDS ? VALUE_CHUNKS : 1];
 };
 
 // --- shared memory of attention: the memory of the activations ---
@@ -51,7 +96,6 @@ constexpr int PARTS_AT = ITEMS_AT_ONCE * LINES * LINE_BYTES;
 static_assert(ACTIVATION_BYTES >= ATTENTION_BYTES, "attention works where activations lie");
 
 #define MASKED (-1e30f)
-#define LOG2_E 1.4426950408889634f
 
 DEVICE char* room_here() { return shared_memory() + RING_AT + STAGES * STAGE_BYTES; }
 DEVICE char* line_place(int i, int part) { return room_here() + (i * LINES + part) * LINE_BYTES; }
@@ -77,19 +121,21 @@ DEVICE Cut cut_of(int position, int window) {
     return {first, length, (n_visible + length - 1) / length};
 }
 
-// In pieces of 16 bytes, which are few enough for 32 bits.
+// In chunks, which are few enough for 32 bits.
 DEVICE u32 line_at(int page, int position, int head) {
     const u32 cell = (u32)page * PAGE_TOKENS(0) + position % PAGE_TOKENS(0);
     return (cell * N_KV_HEADS + head) * CHUNKS;
 }
 
 DEVICE void note_cos_sin(const ComputeThread& p, const Tape& tape, int n_rows, AttentionPlan& plan) {
-    for (int i = p.thread; i < n_rows * ROPE_HALF; i += N_COMPUTE_THREADS) {
-        const int row = i / ROPE_PAIRS, pair = i % ROPE_PAIRS;
-        const int set = ROPE_SETS > 1 ? load_fresh(TABLE_rope_set(tape.view) + p.shared->slot[row]) : 0;
+    for (int i = p.thread; i < ROPE_KINDS * n_rows * ROPE_HALF; i += N_COMPUTE_THREADS) {
+        const int kind = ROPE_KINDS > 1 ? i / ROPE_PAIRS / n_rows : 0;
+        const int row = i / ROPE_PAIRS - kind * n_rows, pair = i % ROPE_PAIRS;
+        const int slot_set = ROPE_SETS > 1 ? load_fresh(TABLE_rope_set(tape.view) + p.shared->slot[row]) : 0;
+        const int set = kind * ROPE_SETS + slot_set;
         float sine, cosine;
         sincos_exact((float)p.shared->position[row] * tape.frequencies[set * ROPE_HALF + pair], sine, cosine);
-        plan.cos_sin[row][pair] = float2{cosine * ROPE_AMPLITUDE, sine * ROPE_AMPLITUDE};
+        plan.cos_sin[kind * MAX_ROWS + row][pair] = float2{cosine * ROPE_AMPLITUDE, sine * ROPE_AMPLITUDE};
     }
     for (int i = p.thread; i < N_LAYERS; i += N_COMPUTE_THREADS) plan.caches[i] = tape.caches[i];
 }
@@ -208,35 +254,35 @@ DEVICE u32 find_line(const AttentionPlan& plan, const TileCursor& cursor) {
     const int page = plan.pages[cursor.i][(u32)position / PAGE_TOKENS(0) - (u32)item.begin / PAGE_TOKENS(0)];
     return line_at(page, position, item.head);
 }
-DEVICE const uint4* place_of(const char* store, u32 line, int position, int chunk) {
-    return (const uint4*)store + (u64)(shuffle(line, position) + chunk);
+DEVICE KeptPlace place_of(KeptStore store, u32 line, int position, int chunk) {
+    return chunk_at(store, shuffle(line, position) + chunk);
 }
 
 // If no tile follows, nothing is loaded; but the registers are overwritten, since otherwise the compiler would keep the
 // old values live.
-DEVICE void ask_keys(const char* store, bool is_one, Held& held) {
+DEVICE void ask_keys(KeptStore store, bool is_one, Held& held) {
     UNROLL
-    for (int n = 0; n < 2 * KEY_CHUNKS && HOLDS; n++) held.keys[n / KEY_CHUNKS][n % KEY_CHUNKS] = uint4{0, 0, 0, 0};
+    for (int n = 0; n < 2 * KEY_CHUNKS && HOLDS; n++) held.keys[n / KEY_CHUNKS][n % KEY_CHUNKS] = Kept{};
     if (!HOLDS || !is_one) return;
     UNROLL
     for (int t = 0; t < 2; t++) {
-        const uint4* const from = place_of(store, held.line, key_position(t), key_chunk(0));
+        const KeptPlace from = place_of(store, held.line, key_position(t), key_chunk(0));
         UNROLL
-        for (int e = 0; e < KEY_CHUNKS; e++) held.keys[t][HOLDS ? e : 0] = load_fresh(from + 4 * e);
+        for (int e = 0; e < KEY_CHUNKS; e++) held.keys[t][HOLDS ? e : 0] = load_kept(from + 4 * e);
     }
 }
-DEVICE void ask_values(const char* store, bool is_one, Held& held) {
+DEVICE void ask_values(KeptStore store, bool is_one, Held& held) {
     UNROLL
     for (int n = 0; n < 4 * VALUE_CHUNKS && HOLDS; n++) {
-        held.values[n / VALUE_CHUNKS][n % VALUE_CHUNKS] = uint4{0, 0, 0, 0};
+        held.values[n / VALUE_CHUNKS][n % VALUE_CHUNKS] = Kept{};
     }
     if (!HOLDS || !is_one) return;
     UNROLL
     for (int u = 0; u < 4; u++) {
-        const uint4* const from = place_of(store, held.line, value_position(u), value_chunk(0));
+        const KeptPlace from = place_of(store, held.line, value_position(u), value_chunk(0));
         UNROLL
         for (int j = 0; j < VALUE_CHUNKS; j++) {
-            held.values[u][HOLDS ? j : 0] = load_fresh(from + value_chunk(j) - value_chunk(0));
+            held.values[u][HOLDS ? j : 0] = load_kept(from + value_chunk(j) - value_chunk(0));
         }
     }
 }
@@ -269,6 +315,7 @@ DEVICE void prepare_line(const AttentionArgs& p, const AttentionPlan& plan, int 
     const Item& item = plan.items[line.i < plan.n_items ? line.i : 0];
     const bool is_query = line.part < GROUP, is_value = line.part > GROUP;
     const int head = is_query ? item.head * GROUP + line.part : N_HEADS + (line.part - GROUP) * N_KV_HEADS + item.head;
+    const int rope = rope_of(p.layer);
     if (line.i < plan.n_items && (is_query || item.is_last)) {
         line.from = p.qkv + item.row * QKV_COLUMNS + head * HEAD_WIDTH;
     }
@@ -277,7 +324,7 @@ DEVICE void prepare_line(const AttentionArgs& p, const AttentionPlan& plan, int 
         const int pair = lane() + 32 * k;
         line.words[k][0] = line.words[k][1] = 0;
         line.cos_sin[k] = float2{1.0f, 0.0f};
-        if (!is_value && pair < ROPE_HALF) line.cos_sin[k] = plan.cos_sin[item.row][pair];
+        if (!is_value && rope >= 0 && pair < ROPE_HALF) line.cos_sin[k] = plan.cos_sin[rope * MAX_ROWS + item.row][pair];
         if (!HAS_QK_NORM || !is_there(k)) continue;
         const float* const weights = p.norms + (is_query ? 0 : HEAD_WIDTH);
         line.norm[k][0] = weights[low_column(pair)];
@@ -322,11 +369,50 @@ DEVICE void keep(char* line, int column, float value) {
     else ((u16*)line)[column] = KEPT == TYPE_BF16 ? to_bf16(value) : to_f16(value);
 }
 
+// A key or a value with KEPT_Q8: to its cell as bytes with a scale for each 32 columns, and to `line` as what these are
+// worth, since a row attends to its own as it is kept. Twin: quantize_q8_0_torch.
+#if KEPT_Q8
+DEVICE void keep_quantised(const float values[PAIRS_EACH][2], const KeptPlace& cell, char* line) {
+    UNROLL
+    for (int group = 0; group < HEAD_WIDTH / 32; group++) {
+        const auto is_member = [&](int k, int column) { return is_there(k) && column / 32 == group; };
+        float largest = 0.0f;
+        UNROLL
+        for (int k = 0; k < PAIRS_EACH; k++) {
+            const int pair = lane() + 32 * k;
+            if (is_member(k, low_column(pair))) largest = larger(largest, size_of(values[k][0]));
+            if (is_member(k, high_column(pair))) largest = larger(largest, size_of(values[k][1]));
+        }
+        UNROLL
+        for (int mask = 16; mask > 0; mask /= 2) largest = larger(largest, shuffle_xor(largest, mask));
+        const u16 scale = to_f16(rounded_quotient(largest, 127.0f));
+        const float step = from_f16(scale);
+        UNROLL
+        for (int n = 0; n < 2 * PAIRS_EACH; n++) {
+            const int pair = lane() + 32 * (n / 2), column = n % 2 == 0 ? low_column(pair) : high_column(pair);
+            if (!is_member(n / 2, column)) continue;
+            const int quant = round_to_int(rounded_quotient(values[n / 2][n % 2], step > 0.0f ? step : 1.0f));
+            const int bounded = min(max(quant, -127), 127);
+            ((signed char*)cell.store.quants)[(u64)cell.chunk * 8 + column] = (signed char)bounded;
+            keep(line, column, (float)bounded * step);
+        }
+        if (lane() == 0) ((u16*)cell.store.scales)[cell.chunk / 4 + group] = scale;
+    }
+}
+#endif
+
 // Queries are stored in the layout of the product: of the four words of a chunk, the middle two are swapped.
 DEVICE int query_column(int column) {
     if (KEPT == TYPE_F32) return column;
     const int word = column / 2 % 4;
     return word == 1 ? column + 2 : word == 2 ? column - 2 : column;
+}
+
+// What a row's queries are multiplied by: in some models it grows with the position.
+DEVICE float query_scale(int row) {
+    if (QUERY_TEMPERATURE == 0.0f) return QUERY_SCALE;
+    const int position = ((const Shared*)shared_memory())->position[row];
+    return QUERY_SCALE * (1.0f + QUERY_TEMPERATURE * log_float((float)(1 + position / QUERY_SPAN)));
 }
 
 DEVICE void lay_line(const AttentionArgs& p, const AttentionPlan& plan, const Line& line) {
@@ -341,6 +427,7 @@ DEVICE void lay_line(const AttentionArgs& p, const AttentionPlan& plan, const Li
     const Cache& cache = plan.caches[p.layer];
     char* const cell = (is_value ? cache.values : cache.keys) + (u64)plan.items[line.i].own_line * 16;
     char* const to = line_place(line.i, line.part);
+    const float size = is_query ? query_scale(plan.items[line.i].row) : 1.0f;
     UNROLL
     for (int k = 0; k < PAIRS_EACH; k++) {
         if (!is_there(k)) continue;
@@ -349,9 +436,13 @@ DEVICE void lay_line(const AttentionArgs& p, const AttentionPlan& plan, const Li
             values[k][1] *= norm * line.norm[k][1];
         }
         const float2 cos_sin = line.cos_sin[k];
-        const float size = is_query ? QUERY_SCALE : 1.0f;
         const float low = (values[k][0] * cos_sin.x - values[k][1] * cos_sin.y) * size;
         const float high = (values[k][1] * cos_sin.x + values[k][0] * cos_sin.y) * size;
+        if (KEPT_Q8 && !is_query) {
+            values[k][0] = low;
+            values[k][1] = high;
+            continue;
+        }
         const int pair = lane() + 32 * k;
         keep(to, is_query ? query_column(low_column(pair)) : low_column(pair), low);
         keep(to, is_query ? query_column(high_column(pair)) : high_column(pair), high);
@@ -359,6 +450,10 @@ DEVICE void lay_line(const AttentionArgs& p, const AttentionPlan& plan, const Li
         keep(cell, low_column(pair), low);
         keep(cell, high_column(pair), high);
     }
+#if KEPT_Q8
+    const KeptStore store = is_value ? values_in(cache) : keys_in(cache);
+    if (!is_query) keep_quantised(values, chunk_at(store, plan.items[line.i].own_line), to);
+#endif
 }
 
 // All lines of the current items, a warp for each line, several lines of each warp in flight.
@@ -429,7 +524,7 @@ DEVICE void multiply_keys(float c[4], float d[4], const uint4& query, const uint
 
 // Of query lane / 4 (the last ones again where there are fewer): the scores of the lane's value_position(0 to 3).
 // `own`: where the row's own position is in the tile.
-DEVICE void score(const char* store, int i, int own, u32 line, Held& held, float scores[4]) {
+DEVICE void score(KeptStore store, int i, int own, u32 line, Held& held, float scores[4]) {
     const uint4* const queries = (const uint4*)line_place(i, min(lane() / 4, GROUP - 1));
     const uint4* const own_key = (const uint4*)line_place(i, GROUP);
     float c[2][4] = {}, d[2][4] = {};
@@ -439,8 +534,9 @@ DEVICE void score(const char* store, int i, int own, u32 line, Held& held, float
         const uint4 query = queries[chunk];
         UNROLL
         for (int t = 0; t < 2; t++) {
-            uint4& key = held.keys[t][HOLDS ? e : 0];
-            if (!HOLDS) key = load_fresh(place_of(store, line, key_position(t), chunk));
+            Kept& kept = held.keys[t][HOLDS ? e : 0];
+            if (!HOLDS) kept = load_kept(place_of(store, line, key_position(t), chunk));
+            auto&& key = widened(kept);
             if (key_position(t) == own) key = own_key[chunk];
             multiply_keys(c[t], d[t], query, key);
         }
@@ -470,7 +566,8 @@ DEVICE void to_weights(int n_visible, bool is_first, float scores[4], SoftmaxSta
     float top = softmax.top;
     UNROLL
     for (int u = 0; u < 4; u++) {
-        scores[u] = value_position(u) < n_visible ? scores[u] * LOG2_E : MASKED;
+        const float score = SCORE_CAP > 0.0f ? soft_capped(scores[u], SCORE_CAP) : scores[u];
+        scores[u] = value_position(u) < n_visible ? score * LOG2_E : MASKED;
         top = larger(top, scores[u]);
     }
     UNROLL
@@ -511,7 +608,7 @@ DEVICE void multiply_values(
 }
 
 DEVICE void mix(
-    const char* store, int i, int own, u32 line, Held& held, const float weights[4], SoftmaxState& softmax
+    KeptStore store, int i, int own, u32 line, Held& held, const float weights[4], SoftmaxState& softmax
 ) {
     const uint4* const own_value = (const uint4*)line_place(i, GROUP + 1);
     const Split early = split_of(weights[0], weights[1]), late = split_of(weights[2], weights[3]);
@@ -521,8 +618,9 @@ DEVICE void mix(
         u32 words[4][4];
         UNROLL
         for (int u = 0; u < 4; u++) {
-            uint4& value = held.values[u][HOLDS ? j : 0];
-            if (!HOLDS) value = load_fresh(place_of(store, line, value_position(u), chunk));
+            Kept& kept = held.values[u][HOLDS ? j : 0];
+            if (!HOLDS) kept = load_kept(place_of(store, line, value_position(u), chunk));
+            auto&& value = widened(kept);
             if (value_position(u) >= own) value = own_value[chunk];
             words_of(value, words[u]);
         }
@@ -593,12 +691,12 @@ DEVICE void attend_tile(const AttentionArgs& p, const AttentionPlan& plan, TileC
     const u32 line = held.line;
     const bool follows = coming.is_one(plan);
     float scores[4];
-    score(cache.keys, i, own, line, held, scores);
+    score(keys_in(cache), i, own, line, held, scores);
     if (follows) held.line = find_line(plan, coming);
-    ask_keys(cache.keys, follows, held);
+    ask_keys(keys_in(cache), follows, held);
     to_weights(n_visible, here.base == item.begin, scores, softmax);
-    mix(cache.values, i, own, line, held, scores, softmax);
-    ask_values(cache.values, follows, held);
+    mix(values_in(cache), i, own, line, held, scores, softmax);
+    ask_values(values_in(cache), follows, held);
     coming.go_on(plan);
     here.go_on(plan);
     if (here.i == i) return;
@@ -617,8 +715,8 @@ APART void attend_items(AttentionArgs p) {
     for (int d = 0; d < DEPTH; d++) {
         const bool is_one = d == 0 || coming.is_one(plan);
         held[d].line = is_one ? find_line(plan, coming) : 0;
-        ask_keys(plan.caches[p.layer].keys, is_one, held[d]);
-        ask_values(plan.caches[p.layer].values, is_one, held[d]);
+        ask_keys(keys_in(plan.caches[p.layer]), is_one, held[d]);
+        ask_values(values_in(plan.caches[p.layer]), is_one, held[d]);
         coming.go_on(plan);
     }
     receive_lines(p, plan);

@@ -22,13 +22,13 @@ struct Item {
     int row, head, split;
     int begin, end;  // the positions that it attends to
     int is_last;     // the row's own position is among them: end - 1
-    u32 own_line;    // where the row's own key and value are kept, in pieces of 16 bytes
+    u32 own_line;    // where the row's own key and value are kept, in chunks
     int padding;
 };
 
 struct AttentionPlan {
     Cache caches[N_LAYERS];
-    float2 cos_sin[MAX_ROWS][ROPE_PAIRS];  // cosine and sine of each pair
+    float2 cos_sin[ROPE_KINDS * MAX_ROWS][ROPE_PAIRS];  // cosine and sine of each pair, by kind and row
     Item items[ITEMS_AT_ONCE];      // of this block: the first ones, or those at hand where there are more
     int pages[ITEMS_AT_ONCE][PAGES_OF_SPLIT];  // of each item, from that of `begin` on
     int n_splits[MAX_ROWS];
@@ -37,6 +37,14 @@ struct AttentionPlan {
     int until;                      // the next layer that needs another plan
 };
 static_assert(sizeof(AttentionPlan) <= ATTENTION_PLAN_BYTES, "backends/tape/plan.py makes room for another attention plan");
+
+// Which of the model's kinds of RoPE a layer has; -1: none.
+#if ROPE_BY_LAYER
+CONSTANT_TABLE signed char ROPE_OF[N_LAYERS] = {LAYER_ROPES};
+DEVICE int rope_of(int layer) { return ROPE_OF[layer]; }
+#else
+DEVICE int rope_of(int) { return 0; }
+#endif
 
 // Made from shared_memory() on the spot, so that the compiler knows its address space.
 DEVICE AttentionPlan& attention_plan_here() { return *(AttentionPlan*)((Shared*)shared_memory())->plan; }

@@ -139,6 +139,16 @@ DEVICE u64 embedding_begin(const Tape& tape, int row) {
     return (u64)load_fresh(TABLE_token(tape.view) + slot) * HIDDEN;
 }
 
+// Times the model's factor on embeddings, rounded to their type, as such models were trained.
+DEVICE void scale_embedded(float pair[2]) {
+    if (EMBEDDING_SCALE == 1.0f) return;
+    pair[0] *= EMBEDDING_SCALE;
+    pair[1] *= EMBEDDING_SCALE;
+    if (EMBEDDING_TYPE == TYPE_F32) return;
+    constexpr bool BF16 = EMBEDDING_TYPE == TYPE_BF16;
+    split_as<BF16>(pair_as<BF16>(pair[0], pair[1]), pair[0], pair[1]);
+}
+
 template <int ROWS>
 DEVICE void fetch_embedded(const ComputeThread& p, const Tape& tape, int row, int n, Pairs<ROWS>& pairs) {
     u64 begin[ROWS];
@@ -160,6 +170,7 @@ DEVICE void fetch_embedded(const ComputeThread& p, const Tape& tape, int row, in
                 const u32 bits = ((const u32*)tape.embedding)[begin[r] + i];
                 split_as<EMBEDDING_TYPE == TYPE_BF16>(bits, pair[0], pair[1]);
             }
+            scale_embedded(pair);
         }
     }
 }

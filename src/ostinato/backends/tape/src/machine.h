@@ -214,6 +214,16 @@ LOAD(u32, load_fresh, "ld.relaxed.gpu.global.b32 %0, [%1];", "=r")
 DEVICE int load_fresh(const int* place) { return (int)load_fresh((const u32*)place); }
 DEVICE float load_fresh(const float* place) { return __uint_as_float(load_fresh((const u32*)place)); }
 DEVICE u64 load_fresh(const u64* place) { return load_relaxed(place); }
+DEVICE u16 load_fresh(const u16* place) {
+    u16 value;
+    asm volatile("ld.relaxed.gpu.global.b16 %0, [%1];" : "=h"(value) : "l"(place) : "memory");
+    return value;
+}
+DEVICE uint2 load_fresh(const uint2* place) {
+    uint2 value;
+    asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(place) : "memory");
+    return value;
+}
 DEVICE uint4 load_fresh(const uint4* place) {
     uint4 value;
     asm volatile(
@@ -244,6 +254,8 @@ INSTRUCTION(float, from_f16, (u16 bits), "cvt.f32.f16 %0, %1;", "=f", "h"(bits))
 INSTRUCTION(float, exp2_fast, (float value), "ex2.approx.ftz.f32 %0, %1;", "=f", "f"(value))
 INSTRUCTION(float, rsqrt_fast, (float value), "rsqrt.approx.ftz.f32 %0, %1;", "=f", "f"(value))
 
+DEVICE float log_float(float value) { return logf(value); }
+DEVICE float erf_float(float value) { return erff(value); }
 DEVICE double log_exact(double value) { return log(value); }
 DEVICE double exp_exact(double value) { return exp(value); }
 DEVICE void sincos_exact(float angle, float& sine, float& cosine) { sincosf(angle, &sine, &cosine); }

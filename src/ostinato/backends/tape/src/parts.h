@@ -22,7 +22,7 @@
 #define WEIGHT_SIX 3    // 4 and 2 bits, less 32, a scale for each 16 columns
 #define WEIGHT_EIGHT 4  // 8 bits, signed, a scale for each 32 columns
 
-// What plain numbers are kept as: KEPT (keys and values) and EMBEDDING_TYPE.
+// What plain numbers are kept as: KEPT (keys and values, or with KEPT_Q8 what they are multiplied as) and EMBEDDING_TYPE.
 #define TYPE_F32 0
 #define TYPE_F16 1
 #define TYPE_BF16 2
@@ -45,6 +45,9 @@ struct State {
 
 struct Cache {
     char *keys, *values;  // [cells, N_KV_HEADS, HEAD_WIDTH]
+#if KEPT_Q8  // they are bytes, with a float16 scale for each 32
+    u16 *key_scales, *value_scales;  // [cells, N_KV_HEADS, HEAD_WIDTH / 32]
+#endif
 };
 
 // The kernel's one argument. A u64 of a hop holds a value below and its tag above: the tag announces the value.
@@ -57,7 +60,7 @@ struct Tape {
     const float* norms;         // [2 * N_LAYERS + 1][HIDDEN]: before attention, before the MLP; at the end
     const float* qkv_bias;      // [N_LAYERS][QKV_COLUMNS], or null
     const float* qk_norms;      // [N_LAYERS][2][HEAD_WIDTH], or null
-    const float* frequencies;   // [ROPE_SETS][ROPE_HALF]
+    const float* frequencies;   // [ROPE_KINDS][ROPE_SETS][ROPE_HALF]
     const char* embedding;      // [vocab, HIDDEN] of EMBEDDING_TYPE
     const Cache* caches;        // [N_LAYERS]
     const int* windows;         // [N_LAYERS]; 0: all that came before
@@ -73,12 +76,15 @@ struct Tape {
     float* logits;              // [MAX_ROWS][vocab]
     float* scaled;              // [MAX_ROWS][vocab]: the logits that sampling reads, after penalties and temperature
     State* state;
+    const float* after_norms;   // [N_LAYERS][2][HIDDEN]: after attention, after the MLP; or null
+    u64* squares;               // [4][MAX_ROWS][HIDDEN / 16] float32: of the tiles of y, as x; or null. See after_norm.h
     u64* clock;                 // [N_BLOCKS][N_CLOCKED] ns: when a block began each phase of its last step; or null
     int single;                 // not 0: one step and its step boundary, as the host paces them; for comparisons
 };
 
 // A block's shared memory; the ring's stages and then the activations follow it.
 #define RESIDUAL_TILES ((HIDDEN / 16 + N_BLOCKS - 1) / N_BLOCKS)  // of x, that a block makes
+#define RESIDUALS (2 + HAS_AFTER_NORMS)
 #define SUM_ROWS (MAX_ROWS <= 4 ? 4 : 8)
 #define RING_AT ((int)(sizeof(Shared) + 127) / 128 * 128)
 struct Shared {
@@ -90,7 +96,7 @@ struct Shared {
     float sums[N_COMPUTE_WARPS * TILES_AT_ONCE * 16 * SUM_ROWS];     // of a product, by compute warp; see tiles.h
     float small[N_COMPUTE_WARPS * MAX_ROWS * 4];                     // reductions over the block
     float scale[MAX_ROWS];                                     // of each row's norm
-    float residual[2][RESIDUAL_TILES * 16 * MAX_ROWS];         // what `output` and `down` add to, [tile][r][row]
+    float residual[RESIDUALS][RESIDUAL_TILES * 16 * MAX_ROWS]; // what `output` and `down` add to, [tile][r][row]
     int slot[MAX_ROWS], position[MAX_ROWS];                    // of the step's rows; receive_normed of layer 0 sets them
     u32 masked_at;                                             // the tag at which the step's masks were found
 };

@@ -24,6 +24,8 @@
 
 #include "handoff.h"
 #include "product.h"
+#include "after_norm.h"
+#include "activation.h"
 
 #include "attention.h"
 #include "sampling.h"
@@ -130,13 +132,22 @@ DEVICE void prepare(ComputeThread& p, const Tape& tape, const SegmentRef& ref, i
     note_time(p, tape, clock_of(ref.segment) + layer * CLOCKED_A_LAYER);
     if (ref.segment == SEGMENT_OUT || ref.segment == SEGMENT_DOWN) return;
     const bool is_second = ref.segment == SEGMENT_GATE_UP;
-    const u64* const from = hop_x(tape, (is_second ? 2 : 0) + (layer & 1), 0);
+    const bool is_embedded = ref.segment == SEGMENT_Q && layer == 0;
+    const int buffer = (is_second ? 2 : 0) + (layer & 1);
+    u64* const from = hop_x(tape, buffer, 0);
+    if (HAS_AFTER_NORMS && !is_embedded) {
+        const int before = layer * SEGMENTS_A_LAYER + (is_second ? SEGMENT_OUT : SEGMENT_DOWN - SEGMENTS_A_LAYER);
+        add_normed(
+            p, tape, p.shared->segments[before], p.shared->residual[!is_second],
+            tape.after_norms + (2 * layer - !is_second) * HIDDEN, tape.squares + buffer * MAX_ROWS * SQUARES, from, n_rows
+        );
+    }
     // Which segment adds to it: `output` to the residual before attention, `down` to the residual before the MLP.
     const int adding = layer * SEGMENTS_A_LAYER + (is_second ? SEGMENT_DOWN : SEGMENT_OUT);
     const bool is_head = ref.segment == SEGMENT_HEAD;  // no later segment adds to the residual stream
     const int first = is_head ? HIDDEN : first_tile(p.shared->segments[adding]);
     receive_normed(
-        p, tape, ref.segment == SEGMENT_Q && layer == 0 ? nullptr : from,
+        p, tape, is_embedded ? nullptr : from,
         tape.norms + (2 * layer + is_second) * HIDDEN, n_rows, p.shared->residual[is_second], first
     );
 }
@@ -149,11 +160,6 @@ DEVICE Source source_of(const Tape& tape, const SegmentRef& ref) {
     return {nullptr, 0};
 }
 
-DEVICE float gated(float gate, float up, float scale) {
-    const float given = gate * scale;
-    return given / (1.0f + exp2_fast(-1.4426950408889634f * given)) * (up * scale);
-}
-
 // Stores one value of a product for the blocks that need it. `begin`: of the rows of q, k and v, the segment's first.
 DEVICE void store_output(
     const ComputeThread& p, const Tape& tape, const SegmentRef& ref, int begin, int own, int tile, int r, int row, float value
@@ -161,12 +167,18 @@ DEVICE void store_output(
     const int parity = ref.layer & 1, column = tile * 16 + r;
     if (ref.segment == SEGMENT_OUT || ref.segment == SEGMENT_DOWN) {
         const bool is_down = ref.segment == SEGMENT_DOWN;  // which begins the next layer
-        const float sum = p.shared->residual[is_down][(own * 16 + r) * MAX_ROWS + row] + value;
+        const float added = value * (is_down ? DOWN_SCALE : OUT_SCALE);
+        if (HAS_AFTER_NORMS) {
+            p.shared->residual[OUTPUT_KEPT][(own * 16 + r) * MAX_ROWS + row] = added;
+            return;
+        }
+        const float sum = p.shared->residual[is_down][(own * 16 + r) * MAX_ROWS + row] + added;
         u64* const to = hop_x(tape, is_down ? parity ^ 1 : 2 + parity, row);
         put(to + column, bits_of(sum), p.tag + is_down);
     } else if (ref.segment == SEGMENT_HEAD) {
         if (column >= VOCAB(tape.view)) return;
-        tape.logits[(u64)row * VOCAB(tape.view) + column] = value * p.shared->scale[row];
+        const float logit = value * p.shared->scale[row] * HEAD_SCALE;
+        tape.logits[(u64)row * VOCAB(tape.view) + column] = LOGIT_CAP > 0.0f ? soft_capped(logit, LOGIT_CAP) : logit;
     } else {
         float out = value * p.shared->scale[row];
         if (HAS_BIAS) out += tape.qkv_bias[ref.layer * QKV_COLUMNS + begin + column];
