@@ -64,7 +64,7 @@ def test_one_mode_alone_can_be_asked_for(ostinato: RunCli, tiny: Path) -> None:
 
 
 def test_a_difference_is_named_and_exits_with_3(ostinato: RunCli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build = load.load_model
+    build = load.load_blocks
     built: list[object] = []
 
     def flipped(*given: Any, **words: Any) -> Any:
@@ -76,7 +76,7 @@ def test_a_difference_is_named_and_exits_with_3(ostinato: RunCli, tiny: Path, mo
         built.append(model)
         return model
 
-    monkeypatch.setattr(load, "load_model", flipped)
+    monkeypatch.setattr(load, "load_blocks", flipped)
     ran = ostinato("verify", "--model", tiny, "--device", "cpu")
     assert ran.code == 3
     assert "DIFFERS at load: model.layers.0.mlp.down.weight.planes.0[50] is" in ran.out
