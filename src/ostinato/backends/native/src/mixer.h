@@ -136,6 +136,8 @@ static inline void scan_head(
     int at = 0;
     for (; at + SCANNED * LANES <= width; at += SCANNED * LANES)
         scan_lanes<SCANNED>(x, step, fade, b, c, d, s, n_state, Head<true>{width, at});
+    for (; at + 2 * LANES <= width; at += 2 * LANES)
+        scan_lanes<2>(x, step, fade, b, c, d, s, n_state, Head<true>{width, at});
     for (; at < width; at += LANES) scan_lanes<1>(x, step, fade, b, c, d, s, n_state, Head<false>{width, at});
 }
 
