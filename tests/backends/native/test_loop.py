@@ -162,10 +162,10 @@ def of_head_width(family: str, width: int) -> Model:
     """A recurrent family with value heads of this width."""
     shape = family_model(family).shape
     for layer, own in shape.recurrent.items():
-        assert isinstance(own, Mamba2Shape | DeltaShape)
-        is_delta = isinstance(own, DeltaShape)
-        wider = replace(own, value_width=width) if is_delta else replace(own, inner=width * own.n_heads)
-        shape = shape.with_recurrent_in({layer}, wider)
+        if isinstance(own, DeltaShape):
+            shape = shape.with_recurrent_in({layer}, replace(own, value_width=width))
+        elif isinstance(own, Mamba2Shape):
+            shape = shape.with_recurrent_in({layer}, replace(own, inner=width * own.n_heads))
     return family_model(family, shape=shape)
 
 

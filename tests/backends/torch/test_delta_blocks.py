@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -45,14 +45,15 @@ def given(t: int, dtype: torch.dtype, alpha: str = "usual", seed: int = 0) -> Gi
         steps += choices[torch.randint(len(choices), steps.shape, generator=source)]
     else:
         steps += ALPHA[alpha]
-    keys = noise(SEQS, t, KEY_HEADS, KEY), noise(SEQS, t, KEY_HEADS, KEY)
-    rows = (*keys, noise(SEQS, t, HEADS, VALUE), steps, noise(SEQS, t, HEADS))
+    q, k, v = noise(SEQS, t, KEY_HEADS, KEY), noise(SEQS, t, KEY_HEADS, KEY), noise(SEQS, t, HEADS, VALUE)
+    beta, state = noise(SEQS, t, HEADS), noise(SEQS, HEADS, VALUE, KEY)
     decay = DeltaDecay((-noise(HEADS).exp()).to(dtype), noise(HEADS).to(dtype))
-    return Given(*(each.to(dtype) for each in rows), decay, noise(SEQS, HEADS, VALUE, KEY).to(dtype))
+    q, k, v, steps, beta, state = (each.to(dtype) for each in (q, k, v, steps, beta, state))
+    return Given(q, k, v, steps, beta, decay, state)
 
 
 def both(case: Given, *, block: int = BLOCK, tiled: bool = False, n_planes: int = 1) -> tuple[Tensor, ...]:
-    words = {"decay": case.decay, "tiled": tiled, "state": case.state, "n_planes": n_planes}
+    words: dict[str, Any] = {"decay": case.decay, "tiled": tiled, "state": case.state, "n_planes": n_planes}
     return (*delta_blocks_torch(*case[:5], **words, block=block), *delta_rule_torch(*case[:5], **words))
 
 
@@ -86,7 +87,7 @@ def test_planes_are_the_states_after_the_last_rows(t: int, n_planes: int) -> Non
 
 def test_a_cut_between_blocks_changes_nothing_and_one_inside_a_block_only_the_rounding() -> None:
     case = given(100, torch.float32)
-    words = {"decay": case.decay, "tiled": False, "n_planes": 1}
+    words: dict[str, Any] = {"decay": case.decay, "tiled": False, "n_planes": 1}
     whole, end = delta_blocks_torch(*case[:5], state=case.state, block=16, **words)
     for cut, bound in ((48, 1e-7), (50, 1e-5)):
         first, between = delta_blocks_torch(*case.rows(0, cut), state=case.state, block=16, **words)
