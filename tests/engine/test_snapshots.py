@@ -16,7 +16,8 @@ from tests.backends.families import VOCAB, family_model
 from tests.backends.native.tiled import tiled
 from tests.engine.opened import bits, sampling, until
 
-FAMILIES = ("mamba", "mamba2", "falcon-h1")
+HYBRID = ("falcon-h1", "qwen35")  # whose other layers attend
+FAMILIES = ("mamba", "mamba2", *HYBRID)
 PAGE = 16
 ROWS = 256  # of a chunk
 
@@ -54,7 +55,7 @@ def test_the_next_turn_of_a_conversation_begins_where_the_last_prompt_ended(fami
     assert from_nothing == [0, 0, 0, 0]
     lengths = [0, 300, 337, 374]
     # Where layers attend too, whole pages before the prompt's last token.
-    assert cached == ([n and (n - 1) // PAGE * PAGE for n in lengths] if family == "falcon-h1" else lengths)
+    assert cached == ([n and (n - 1) // PAGE * PAGE for n in lengths] if family in HYBRID else lengths)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -67,7 +68,7 @@ def test_prompts_that_begin_alike_share_whole_chunks_of_it(family: str) -> None:
             assert request.cached_tokens == (ROWS if n else 0)
 
 
-@pytest.mark.parametrize("family", ["mamba2", "falcon-h1"])
+@pytest.mark.parametrize("family", ["mamba2", *HYBRID])
 def test_answers_at_random_are_those_of_an_engine_without_snapshots(family: str) -> None:
     """Four at once, cancelled ones among them, with room for few snapshots."""
     chance = random.Random(2)

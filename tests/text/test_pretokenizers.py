@@ -62,6 +62,16 @@ def test_every_name_builds_and_round_trips_text(pre: str, text: str) -> None:
         ("tekken", "helloWorld 12", ["hello", "World", " ", "1", "2"]),
         ("gpt-4o", "It's camelCase", ["It's", " camel", "Case"]),
         ("bloom", "one,two", ["one", ",", "two"]),
+        ("jais-2", "a" + 7 * " " + "b", ["a", "    ", "  ", " b"]),
+        ("spark2_5", "a1234\n\n!", ["a", "1", "2", "3", "4", "\n", "\n", "!"]),
+        ("afmoe", "x12345  1 中文", ["x", "12", "345", "  ", "1", " ", "中文"]),
+        ("youtu", "helloWorld 한국어中文", ["hello", "World", " ", "한국어", "中文"]),
+        ("tiny_aya", "1234567 1234x aB", ["1", "234", "567", " ", "123", "4", "x", " a", "B"]),
+        ("kimi-k2", "It's 中文ひら aB/\n", ["It's", " ", "中文", "ひら", " a", "B", "/\n"]),
+        ("ufakzeka", "Ankara'da 12", ["Ankara", "'da", " ", "1", "2"]),
+        ("k2-horizon", "क्\u200dष 1234", ["क्\u200dष", " ", "123", "4"]),
+        ("chameleon", "a    b's 12", ["a", "    ", "b", "'", "s", " ", "1", "2"]),
+        ("superbpe", "one two 12345", ["one two ", "12", "345"]),
     ],
 )
 def test_words_are_cut_as_the_kind_has_it(pre: str, text: str, cut: list[str]) -> None:

@@ -44,12 +44,13 @@ def _tiktoken(digits: str) -> str:
     return rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}"
 
 
-def _cased(digits: str, short: str) -> str:
-    """The pattern of the GPT-4o and Tekken kind, which cuts between lower and upper case."""
-    start = r"[^\r\n\p{L}\p{N}]?"
+def _cased(digits: str, short: str, without: str = "", behind: str = r"[\r\n/]*") -> str:
+    """The pattern of the GPT-4o and Tekken kind, which cuts between lower and upper case. `without`: what no letter of
+    a word is, as the rest of a class; `behind`: what other characters take with them."""
+    start, upper, lower = r"[^\r\n\p{L}\p{N}]?", f"[{_UPPER}{without}]", f"[{_LOWER}{without}]"
     return (
-        rf"{start}[{_UPPER}]*[{_LOWER}]+{short}|{start}[{_UPPER}]+[{_LOWER}]*{short}|{digits}"
-        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}"
+        rf"{start}{upper}*{lower}+{short}|{start}{upper}+{lower}*{short}|{digits}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+{behind}|{_LINES}"
     )
 
 
@@ -63,19 +64,27 @@ _CASED_LETTERS = (
 _HAN_TO_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _ASCII_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 
+# Digits in threes from the right, with one or two before them.
+_FROM_THE_RIGHT = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+_OPTIONAL_SHORT = f"(?:{_SHORT})?"
+# Scripts that the first pattern of afmoe and of youtu sets apart.
+_EASTERN = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff"
+    "\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
+_EASTERN_AND_MARKS = (
+    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+)
+
 _PLAIN_GPT2 = PreTokenizer((_GPT2,))
 _DIGITS_THEN_GPT2 = PreTokenizer((r"\p{N}", _GPT2))
 _TIKTOKEN_3 = PreTokenizer((_tiktoken(r"\p{N}{1,3}"),))
 _LLAMA3 = PreTokenizer(_TIKTOKEN_3.patterns, whole_words=True, add_bos=True)
 _QWEN2 = PreTokenizer((_tiktoken(r"\p{N}"),))
-_DEEPSEEK3 = PreTokenizer(
-    (
-        r"\p{N}{1,3}",
-        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-        rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
-        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}",
-    )
-)
+_MARKED_WORDS = rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+_HAN_AND_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_DEEPSEEK3 = PreTokenizer((r"\p{N}{1,3}", _HAN_AND_KANA, rf"{_MARKED_WORDS}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}"))
 _BLOOM = PreTokenizer((r" ?[^(\s|.,!?…。，、।۔،)]+",))
 _BAILING = PreTokenizer(
     (
@@ -83,7 +92,7 @@ _BAILING = PreTokenizer(
         rf"|\s*[\r\n]|{_SPACES}",
     )
 )
-_GPT4O = PreTokenizer((_cased(r"\p{N}{1,3}", f"(?:{_SHORT})?"),))
+_GPT4O = PreTokenizer((_cased(r"\p{N}{1,3}", _OPTIONAL_SHORT),))
 
 _BY_KIND: Sequence[tuple[PreTokenizer, str]] = (
     (PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")), "default"),
@@ -145,6 +154,54 @@ _BY_KIND: Sequence[tuple[PreTokenizer, str]] = (
         "exaone-moe",
     ),
     (PreTokenizer((r"\p{N}{1,3}", _tiktoken(r"\p{N}+")), whole_words=True), "minicpm5"),
+    (
+        PreTokenizer(
+            (
+                _TIKTOKEN_3.patterns[0].removesuffix(_SPACES)
+                + "|".join(rf"\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
+                + r"|\s",
+            )
+        ),
+        "jais-2",
+    ),
+    (
+        PreTokenizer(
+            (
+                r"\p{N}{1,3}",
+                _HAN_AND_KANA,
+                rf"{_MARKED_WORDS}| ?[\p{{P}}\p{{S}}]+|[\r\n]|{_SPACES}",
+                r"\p{N}",
+            )
+        ),
+        "spark2_5",
+    ),
+    (PreTokenizer((_FROM_THE_RIGHT, _EASTERN, _DEEPSEEK3.patterns[-1])), "afmoe"),
+    (PreTokenizer((_EASTERN_AND_MARKS, _cased(r"\p{N}", _OPTIONAL_SHORT)), whole_words=True), "youtu"),
+    (PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", *_GPT4O.patterns)), "tiny_aya cohere2moe"),
+    (
+        PreTokenizer((r"\p{Han}+|" + _cased(r"\p{N}{1,3}", _OPTIONAL_SHORT, r"&&[^\p{Han}]", r"[\r\n]*"),)),
+        "kimi-k2",
+    ),
+    (PreTokenizer((_QWEN2.patterns[0].removeprefix(f"{_SHORT}|"),)), "ufakzeka"),
+    (
+        PreTokenizer((_TIKTOKEN_3.patterns[0].replace(r"]?\p{L}+", r"]?[\p{L}\p{M}\u200c\u200d]+"),)),
+        "k2-horizon",
+    ),
+    (
+        PreTokenizer(
+            (
+                "<sentinel:[0-9]+>",
+                "IMGIMG[A-I]{1,4}Z",
+                r"[\t\n]|    |  ",
+                r"\p{N}",
+                r"[\p{P}!-/:-@\[-`{-~]",
+                _GPT2,
+            ),
+            add_bos=True,
+        ),
+        "chameleon",
+    ),
+    (PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))")), "superbpe"),
 )
 
 # Names of vocabularies that are not byte-level although their files say `gpt2`: `sentencepiece.py` reads them.

@@ -36,6 +36,7 @@ from ostinato.engine.open import open_runner
 from ostinato.errors import HardwareCannot, InternalError
 from ostinato.loop.layout import Finish, Word
 from ostinato.models.rope import Rope
+from ostinato.models.shape import DeltaShape, Mamba2Shape
 from ostinato.options import KVType, Sampling
 from tests.backends.families import FAMILIES, LATENT, RECURRENT, family_model
 from tests.backends.native.tiled import dense, packed_blocks, plain_tiles, tiled
@@ -157,6 +158,27 @@ def test_any_head_width_of_whole_lanes_and_odd_sizes_of_all_else(width: int) -> 
     compare(found, forward(model, [*PROMPT, *tokens])[len(PROMPT) : -1])
 
 
+def of_head_width(family: str, width: int) -> Model:
+    """A recurrent family with value heads of this width."""
+    shape = family_model(family).shape
+    for layer, own in shape.recurrent.items():
+        if isinstance(own, DeltaShape):
+            shape = shape.with_recurrent_in({layer}, replace(own, value_width=width))
+        elif isinstance(own, Mamba2Shape):
+            shape = shape.with_recurrent_in({layer}, replace(own, inner=width * own.n_heads))
+    return family_model(family, shape=shape)
+
+
+@pytest.mark.parametrize("width", [32, 184])
+@pytest.mark.parametrize("family", ["mamba2", "qwen35"])
+def test_recurrent_heads_of_any_width_have_the_logits_of_dense_weights(family: str, width: int) -> None:
+    """Whole lanes go together, by eight and two, and the rest alone."""
+    model, prompt = of_head_width(family, width), [*PROMPT, *range(40, 60)]
+    with closing(opened(tiled(model))) as driver:
+        tokens, found = steps_of(driver, prompt, most=20)
+    compare(found, forward(model, [*prompt, *tokens])[len(prompt) : -1])
+
+
 @pytest.mark.parametrize("activation", ["gelu", "relu2"])
 def test_rows_and_feed_forward_blocks_of_odd_widths_with_layer_norms_and_no_gate(activation: Any) -> None:
     shape = replace(family_model("gpt2").shape, hidden=77, activation=activation).with_layers(ff_width=83)
@@ -238,6 +260,19 @@ def test_bits_do_not_depend_on_the_level_of_the_cpu(family: str, level: str, mon
         with at_level(level, monkeypatch):
             _, found = bits_of(model, beside=2, kv_type=kv_type)
         assert torch.equal(found, expected), kv_type
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba2", "qwen35"])
+@pytest.mark.parametrize("level", [level.name for level in levels_of(architecture())[1:3]])
+def test_wide_recurrent_heads_have_the_same_bits_at_every_level_and_cut(
+    family: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiled(of_head_width(family, 184))
+    _, expected = bits_of(model)
+    assert torch.equal(bits_of(model, cuts=(1, 7, 40))[1], expected)
+    with at_level(level, monkeypatch):
+        assert torch.equal(bits_of(model)[1], expected)
 
 
 @contextmanager

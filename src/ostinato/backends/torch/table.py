@@ -11,7 +11,7 @@ from torch import Tensor
 from ostinato.backends.torch.ops.activation import activate_torch, gated_torch
 from ostinato.backends.torch.ops.attention import attention_torch
 from ostinato.backends.torch.ops.causal_conv import causal_conv_torch
-from ostinato.backends.torch.ops.delta_rule import delta_rule_torch
+from ostinato.backends.torch.ops.delta_blocks import delta_blocks_torch
 from ostinato.backends.torch.ops.experts import experts_torch, route_torch
 from ostinato.backends.torch.ops.gated_norm import gated_norm_torch
 from ostinato.backends.torch.ops.layer_norm import layer_norm_torch
@@ -39,7 +39,7 @@ class Ops:
     causal_conv: Callable[[Tensor, Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]] = causal_conv_torch
     selective_scan: Callable[..., tuple[Tensor, Tensor]] = selective_scan_torch
     ssd_scan: Callable[..., tuple[Tensor, Tensor]] = ssd_scan_torch
-    delta_rule: Callable[..., tuple[Tensor, Tensor]] = delta_rule_torch
+    delta_rule: Callable[..., tuple[Tensor, Tensor]] = delta_blocks_torch
     gated_norm: Callable[[Tensor, Tensor, Tensor, float, bool], Tensor] = gated_norm_torch
 
 

@@ -74,41 +74,58 @@ static inline void steps_of(
     }
 }
 
-// Up to so many lanes of a head's width are scanned at once: as many sums as hide each other's latency.
-constexpr int SCANNED = 4;
+// Sixteens of a head's width that go together: enough sums that one need not wait for another, and no more than the
+// registers hold.
+#if LANES_AVX512
+constexpr int SCANNED = 4, DELTA_SCANNED = 8;
+#else
+constexpr int SCANNED = 2, DELTA_SCANNED = 2;
+#endif
 
-// mamba2, lanes [at, at + BLOCKS * 16) of one head: S[i] = fade[i] S[i-1] + step[i] x[i] b[i]^T; x[i] becomes
-// S[i] c[i] + d x[i]. S is [state][width]; step and fade have a number for each row.
-template <int BLOCKS>
+// BLOCKS sixteens from a lane on; WHOLE: all their lanes are there, else those before the end of a head's width.
+template <bool WHOLE>
+struct Head {
+    int width, at;
+    Lanes get(const float* p, int block) const {
+        p += at + block * LANES;
+        return WHOLE ? load(p) : load_up_to(p, width - at - block * LANES);
+    }
+    void put(float* p, Lanes x, int block) const {
+        p += at + block * LANES;
+        if (WHOLE) store(p, x);
+        else store_up_to(p, x, width - at - block * LANES);
+    }
+};
+
+// mamba2, BLOCKS sixteens of one head: S[i] = fade[i] S[i-1] + step[i] x[i] b[i]^T; x[i] becomes S[i] c[i] + d x[i]. S is
+// [state][width]; step and fade have a number for each row.
+template <int BLOCKS, bool WHOLE>
 static inline void scan_lanes(
     const Rows& x, const Rows& step, const Rows& fade, const Rows& b, const Rows& c, float d, float* s, int n_state,
-    int width, int at
+    Head<WHOLE> head
 ) {
-    int left[BLOCKS];
-    for (int k = 0; k < BLOCKS; k++) left[k] = width - at - k * LANES;
+    Lanes drive[BLOCKS], y[BLOCKS];
     for (int row = 0; row < x.n; row++) {
-        float* in = x.at(row) + at;
+        float* in = x.at(row);
         const float *of_b = b.at(row), *of_c = c.at(row);
-        const Lanes fading = lanes(*fade.at(row)), stepping = lanes(*step.at(row));
-        Lanes drive[BLOCKS], y[BLOCKS];
+        const Lanes stepping = lanes(*step.at(row)), fading = lanes(*fade.at(row));
+#pragma GCC unroll 8
         for (int k = 0; k < BLOCKS; k++) {
-            const Lanes wide = load_up_to(in + k * LANES, left[k]);
-            drive[k] = mul(stepping, wide);
+            drive[k] = mul(stepping, head.get(in, k));
             y[k] = lanes(0.0f);
         }
         for (int n = 0; n < n_state; n++) {
-            float* row_of_s = s + size_t(n) * width + at;
+            float* row_of_s = s + size_t(n) * head.width;
             const Lanes into = lanes(of_b[n]), out = lanes(of_c[n]);
+#pragma GCC unroll 8
             for (int k = 0; k < BLOCKS; k++) {
-                const Lanes now = fma(drive[k], into, mul(fading, load_up_to(row_of_s + k * LANES, left[k])));
-                store_up_to(row_of_s + k * LANES, now, left[k]);
+                const Lanes now = fma(drive[k], into, mul(fading, head.get(row_of_s, k)));
+                head.put(row_of_s, now, k);
                 y[k] = fma(now, out, y[k]);
             }
         }
-        for (int k = 0; k < BLOCKS; k++) {
-            const Lanes wide = load_up_to(in + k * LANES, left[k]);
-            store_up_to(in + k * LANES, fma(wide, lanes(d), y[k]), left[k]);
-        }
+#pragma GCC unroll 8
+        for (int k = 0; k < BLOCKS; k++) head.put(in, fma(head.get(in, k), lanes(d), y[k]), k);
     }
 }
 
@@ -117,9 +134,11 @@ static inline void scan_head(
     int width
 ) {
     int at = 0;
-    for (; at + (SCANNED - 1) * LANES < width; at += SCANNED * LANES)
-        scan_lanes<SCANNED>(x, step, fade, b, c, d, s, n_state, width, at);
-    for (; at < width; at += LANES) scan_lanes<1>(x, step, fade, b, c, d, s, n_state, width, at);
+    for (; at + SCANNED * LANES <= width; at += SCANNED * LANES)
+        scan_lanes<SCANNED>(x, step, fade, b, c, d, s, n_state, Head<true>{width, at});
+    for (; at + 2 * LANES <= width; at += 2 * LANES)
+        scan_lanes<2>(x, step, fade, b, c, d, s, n_state, Head<true>{width, at});
+    for (; at < width; at += LANES) scan_lanes<1>(x, step, fade, b, c, d, s, n_state, Head<false>{width, at});
 }
 
 // mamba, channels [from, to): s[i] = exp(step[i] a) s[i-1] + step[i] x[i] b[i]; x[i] becomes c[i] . s[i] + d x[i]. s and
@@ -159,39 +178,45 @@ static inline void set_length(float* x, int n, float wanted) {
     for (int i = 0; i < n; i += LANES) store_up_to(x + i, mul(load_up_to(x + i, n - i), scale), n - i);
 }
 
-// The gated delta rule, lanes [at, at + BLOCKS * 16) of one value head: S' = fade[i] S[i-1]; S[i] = S' + share[i] (v[i] -
-// S' k[i]) k[i]^T; v[i] becomes S[i] q[i]. S is [key_width][value_width]; share and fade have a number for each row.
-template <int BLOCKS>
+// The gated delta rule, BLOCKS sixteens of one value head: S' = fade[i] S[i-1]; S[i] = S' + share[i] (v[i] - S' k[i])
+// k[i]^T; v[i] becomes S[i] q[i]. S is [key_width][value_width]; share and fade have a number for each row. A row's pass
+// over S also takes what S then has under the next row's key, so that S is read and written once a row.
+template <int BLOCKS, bool WHOLE>
 static inline void delta_lanes(
-    const Rows& v, const Rows& share, const Rows& fade, const Rows& q, const Rows& k, float* s, int key_width, int width,
-    int at
+    const Rows& v, const Rows& share, const Rows& fade, const Rows& q, const Rows& k, float* s, int key_width,
+    Head<WHOLE> head
 ) {
-    int left[BLOCKS];
-    for (int b = 0; b < BLOCKS; b++) left[b] = width - at - b * LANES;
+    Lanes known[BLOCKS], y[BLOCKS], change[BLOCKS];
+#pragma GCC unroll 8
+    for (int b = 0; b < BLOCKS; b++) known[b] = lanes(0.0f);
+    for (int n = 0; n < key_width; n++) {
+        const float* row_of_s = s + size_t(n) * head.width;
+        const Lanes key = lanes(k.at(0)[n]);
+#pragma GCC unroll 8
+        for (int b = 0; b < BLOCKS; b++) known[b] = fma(head.get(row_of_s, b), key, known[b]);
+    }
     for (int row = 0; row < v.n; row++) {
-        float* in = v.at(row) + at;
-        const float *of_q = q.at(row), *of_k = k.at(row);
+        float* in = v.at(row);
+        const float *of_q = q.at(row), *of_k = k.at(row), *of_next = row + 1 < v.n ? k.at(row + 1) : of_k;
         const Lanes fading = lanes(*fade.at(row)), sharing = lanes(*share.at(row));
-        Lanes known[BLOCKS], y[BLOCKS];
-        for (int b = 0; b < BLOCKS; b++) known[b] = y[b] = lanes(0.0f);
-        for (int n = 0; n < key_width; n++) {
-            const float* row_of_s = s + size_t(n) * width + at;
-            const Lanes key = lanes(of_k[n]);
-            for (int b = 0; b < BLOCKS; b++) known[b] = fma(load_up_to(row_of_s + b * LANES, left[b]), key, known[b]);
+#pragma GCC unroll 8
+        for (int b = 0; b < BLOCKS; b++) {
+            change[b] = mul(sharing, sub(head.get(in, b), mul(fading, known[b])));
+            known[b] = y[b] = lanes(0.0f);
         }
-        Lanes change[BLOCKS];
-        for (int b = 0; b < BLOCKS; b++)
-            change[b] = mul(sharing, sub(load_up_to(in + b * LANES, left[b]), mul(fading, known[b])));
         for (int n = 0; n < key_width; n++) {
-            float* row_of_s = s + size_t(n) * width + at;
-            const Lanes key = lanes(of_k[n]), query = lanes(of_q[n]);
+            float* row_of_s = s + size_t(n) * head.width;
+            const Lanes key = lanes(of_k[n]), query = lanes(of_q[n]), next = lanes(of_next[n]);
+#pragma GCC unroll 8
             for (int b = 0; b < BLOCKS; b++) {
-                const Lanes now = fma(change[b], key, mul(fading, load_up_to(row_of_s + b * LANES, left[b])));
-                store_up_to(row_of_s + b * LANES, now, left[b]);
+                const Lanes now = fma(change[b], key, mul(fading, head.get(row_of_s, b)));
+                head.put(row_of_s, now, b);
                 y[b] = fma(now, query, y[b]);
+                known[b] = fma(now, next, known[b]);
             }
         }
-        for (int b = 0; b < BLOCKS; b++) store_up_to(in + b * LANES, y[b], left[b]);
+#pragma GCC unroll 8
+        for (int b = 0; b < BLOCKS; b++) head.put(in, y[b], b);
     }
 }
 
@@ -199,9 +224,11 @@ static inline void delta_head(
     const Rows& v, const Rows& share, const Rows& fade, const Rows& q, const Rows& k, float* s, int key_width, int width
 ) {
     int at = 0;
-    for (; at + (SCANNED - 1) * LANES < width; at += SCANNED * LANES)
-        delta_lanes<SCANNED>(v, share, fade, q, k, s, key_width, width, at);
-    for (; at < width; at += LANES) delta_lanes<1>(v, share, fade, q, k, s, key_width, width, at);
+    for (; at + DELTA_SCANNED * LANES <= width; at += DELTA_SCANNED * LANES)
+        delta_lanes<DELTA_SCANNED>(v, share, fade, q, k, s, key_width, Head<true>{width, at});
+    for (; at + 2 * LANES <= width; at += 2 * LANES)
+        delta_lanes<2>(v, share, fade, q, k, s, key_width, Head<true>{width, at});
+    for (; at < width; at += LANES) delta_lanes<1>(v, share, fade, q, k, s, key_width, Head<false>{width, at});
 }
 
 }  // namespace mixer

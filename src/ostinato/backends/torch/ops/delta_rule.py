@@ -2,10 +2,11 @@
 
 Every value head has a matrix of states, [value_width, key_width]. g[i] = a softplus(alpha[i] + dt_bias) is never
 positive, b[i] = sigmoid(beta[i]) is the share of v[i] that replaces what the state has under k[i]. q and k have length
-1, q is divided by the root of its width besides. A plain scan over time: whatever is done in blocks must agree with it.
+1, q is divided by the root of its width besides. A plain scan over time: what is done in blocks (`delta_blocks.py`)
+must agree with it.
 """
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,31 @@ from torch import Tensor
 from ostinato.models.blocks import DeltaDecay
 
 EPS: Final = 1e-6  # beside a squared length: no model states another
+
+
+class DeltaRows(NamedTuple):
+    """What the rule takes of some rows, by value heads: [seqs, t, heads, width], and [seqs, t, heads] of the last two.
+    In float32, or in float64 where v is."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    b: Tensor
+
+    @staticmethod
+    def of(
+        q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, decay: DeltaDecay, *, tiled: bool
+    ) -> "DeltaRows":
+        wide, group = torch.promote_types(v.dtype, torch.float32), v.shape[2] // k.shape[2]
+        q, k = unit(q.to(wide)), unit(k.to(wide))
+        q = q * q.shape[-1] ** -0.5
+        q, k = (each.repeat(1, 1, group, 1) if tiled else each.repeat_interleave(group, 2) for each in (q, k))
+        g = F.softplus(alpha.to(wide) + decay.dt_bias) * decay.a
+        return DeltaRows(q, k, v.to(wide), g, torch.sigmoid(beta.to(wide)))
+
+    def part(self, start: int, stop: int) -> "DeltaRows":
+        return DeltaRows(*(each[:, start:stop] for each in self))
 
 
 def delta_rule_torch(
@@ -35,23 +61,23 @@ def delta_rule_torch(
     newest first; `state` [seqs, heads, value_width, key_width] is where it starts. All float32 inside. Bound by the
     traffic of the state, which every row reads and writes.
     """
-    t, group = v.shape[1], v.shape[2] // k.shape[2]
-    q, k = unit(q.float()), unit(k.float())
-    q = q * q.shape[-1] ** -0.5
-    q, k = (each.repeat(1, 1, group, 1) if tiled else each.repeat_interleave(group, 2) for each in (q, k))
-    wide, share = v.float(), torch.sigmoid(beta.float())
-    fade = torch.exp(F.softplus(alpha.float() + decay.dt_bias) * decay.a)[..., None, None]
-    state = state.clone()
-    rows, planes = [], []
+    y, planes = scan_rows(DeltaRows.of(q, k, v, alpha, beta, decay, tiled=tiled), state, n_planes)
+    return y.to(v.dtype), planes
+
+
+def scan_rows(rows: DeltaRows, state: Tensor, n_planes: int) -> tuple[Tensor, Tensor]:
+    """One row after the other: y and planes, as `delta_rule_torch` gives them."""
+    t, fade, state = rows.v.shape[1], torch.exp(rows.g)[..., None, None], state.clone()
+    out, planes = [], []
     for i in range(t):
         state.mul_(fade[:, i])
-        known = (state @ k[:, i].unsqueeze(-1)).squeeze(-1)  # what the state has under this key
-        change = (wide[:, i] - known) * share[:, i].unsqueeze(-1)
-        state.addcmul_(change.unsqueeze(-1), k[:, i].unsqueeze(-2))
-        rows.append(state @ q[:, i].unsqueeze(-1))
+        known = (state @ rows.k[:, i].unsqueeze(-1)).squeeze(-1)  # what the state has under this key
+        change = (rows.v[:, i] - known) * rows.b[:, i].unsqueeze(-1)
+        state.addcmul_(change.unsqueeze(-1), rows.k[:, i].unsqueeze(-2))
+        out.append(state @ rows.q[:, i].unsqueeze(-1))
         if i >= t - n_planes:
             planes.append(state.clone())
-    return torch.stack(rows, 1).squeeze(-1).to(v.dtype), torch.stack(planes[::-1], 1)
+    return torch.stack(out, 1).squeeze(-1), torch.stack(planes[::-1], 1)
 
 
 def unit(x: Tensor) -> Tensor:
