@@ -344,7 +344,7 @@ class Laid:
         self.memory = PagedMemory.of(
             model, one_group(model.shape.attention, 6), n_slots=n_slots, kv_type=kv_type, page_tokens=16
         )
-        self.tables = tensor_tables(Layout(n_slots, 4, model.shape.vocab), CPU)
+        self.tables = tensor_tables(Layout(n_slots, 4, model.shape.vocab), CPU, grammar_bytes=1 << 16)
         chip = Chip((9, 0), 3, 227 << 10)
         n_tokens = model.shape.vocab
         words: dict[str, Any] = {"kv_type": kv_type, "n_compute_warps": n_compute_warps, "on_tape": on_tape}
