@@ -35,6 +35,7 @@ def test_a_model_whose_modes_agree_is_said_to(ostinato: RunCli, tiny: Path) -> N
     assert ran.out.endswith("all agree\n")
 
 
+@pytest.mark.slow
 def test_json_is_one_object_with_every_check(ostinato: RunCli, tiny: Path) -> None:
     ran = ostinato("verify", "--model", tiny, "--device", "cpu", "--json")
     found = json.loads(ran.out)

@@ -30,6 +30,7 @@ def path(tiny: Path) -> str:
     return str(tiny)
 
 
+@pytest.mark.slow
 def test_the_native_loop_is_compared_with_eager_in_a_process_of_its_own(path: str) -> None:
     found = verified_start(ServeOptions(path, load=SMALL), True)
     assert found == Started("loop agrees with eager", 0)
