@@ -23,7 +23,7 @@ import torch
 from bench.gpu_exact import judge_trials, judge_verified, verified
 from bench.gpu_executor import judge_sanitized, run_sanitized
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, Verdict
-from bench.gpu_models import TAPE, kv_type_of, model_of_file, model_on, settled_for
+from bench.gpu_models import TAPE, kv_type_of, model_of_file, model_on, moved, place, settled_for
 from bench.gpu_speed import Meter
 from bench.gpu_text import N_PIECES, N_PREDICTED, digest, heard, of_text, pieces_of
 from bench.gpu_yield import judge_yield, tape_yield
@@ -36,6 +36,7 @@ from ostinato.engine.open import open_runner
 from ostinato.lab.bench import read_bandwidth
 from ostinato.lab.random_weights import MIXES
 from ostinato.options import Activations, KVType
+from tests.backends.tape.models import EMULATED, FAMILIES, shape_of, small
 
 N_PROMPTS, N_POSITIONS, LONGEST_PROMPT = 10, 256, 100
 # Both round activations to 8 bits of mantissa, at other places: logits differ by a few such roundings.
@@ -51,7 +52,7 @@ BARS: Final = (
     ("llama-8b", "q4_k_m", 430, 600, 261),
     ("llama-8b", "bf16", 255, 270, 207),
 )
-# Of each family that was emulated only, a model: once they pass, the family goes to RAN_PERSISTENT (known_cards.py).
+# Of each family that was emulated only, a model: once they pass, it goes to PERSISTENT_FAMILIES (known_cards.py).
 UNRUN: Final = ("granite-2b", "smollm3-3b", "ministral-3b", "gemma2-2b", "gemma3-1b", "tiny-glm4")
 WITH_Q8_0: Final = ("tiny", "llama-1b", "gemma3-1b")  # keys and values of that type, which were emulated only too
 DEPTH, LONG_DEPTH, LONG_SHARE, BATCH, BATCH_GAIN = 500, 8_000, 0.8, 8, 6.0
@@ -66,6 +67,14 @@ def tape_verified(device: str, *, name: str, types: Sequence[str], kv_type: KVTy
         found = verified(model, None, kv_type or kv_type_of(type), modes=(TAPE,))
         called = f"{name} {type}" if kv_type is None else f"{name} {type}, keys and values {kv_type}"
         yield {"what": "verified", "model": called, **found}
+
+
+def tape_families(device: str, *, names: Sequence[str]) -> Iterator[Record]:
+    """A small model of each family, with windows, caps and spans that a few tokens reach: the tape beside `eager`."""
+    for name in names:
+        shape = EMULATED[name]() if name in EMULATED else shape_of(name)
+        model = moved(small(shape), place(device))
+        yield {"what": "verified", "model": f"small {name}", **verified(model, None, "bf16", modes=(TAPE,))}
 
 
 def tape_argmax(device: str, *, name: str, type: str, path: str | None = None) -> Iterator[Record]:
@@ -323,11 +332,13 @@ def _errors(ended: Sequence[Ended], name: str) -> list[Outcome]:
 
 def _verify_jobs(setting: Setting) -> list[Job]:
     types = ["bf16", "f16", "q4_k_m", "q4_0", "q4_1", "q5_k", "q6_k", "q8_0"]
-    small = [Job("tape_verified", {"name": "tiny", "types": types[n::4]}, 200) for n in range(4)]
+    tiny = [Job("tape_verified", {"name": "tiny", "types": types[n::4]}, 200) for n in range(4)]
     large = [("smollm2-135m", "bf16"), ("llama-1b", "bf16"), ("llama-1b", "q4_k_m"), ("llama-8b", "q4_k_m")]
     large += [(name, type) for name in UNRUN for type in ("bf16", "q4_k_m")]
     bytes_kept = [Job("tape_verified", {"name": name, "types": ["bf16"], "kv_type": "q8_0"}, 200) for name in WITH_Q8_0]
-    return [*small, *(Job("tape_verified", {"name": name, "types": [type]}, 200) for name, type in large), *bytes_kept]
+    families = [Job("tape_families", {"names": sorted(FAMILIES)[n::4]}, 200) for n in range(4)]
+    verify = [Job("tape_verified", {"name": name, "types": [type]}, 200) for name, type in large]
+    return [*tiny, *families, *verify, *bytes_kept]
 
 
 def _trial_jobs(setting: Setting) -> list[Job]:
@@ -368,6 +379,7 @@ def _one(work: str, seconds: float = 200, **words: Any) -> Any:
 
 WORKS: Final = {
     "tape_verified": tape_verified,
+    "tape_families": tape_families,
     "tape_argmax": tape_argmax,
     "tape_int8": tape_int8,
     "tape_admissions": tape_admissions,

@@ -20,7 +20,7 @@ import transformers
 
 from ostinato.backends.machine import Machine
 from ostinato.engine.choose import LoadCase, why_not
-from ostinato.engine.known_cards import RAN_PERSISTENT
+from ostinato.engine.known_cards import PERSISTENT_FAMILIES
 from ostinato.files.checkpoint import Checkpoint, TensorInfo
 from ostinato.lab.random_weights import AnyName
 from ostinato.models.blocks import leaves_of
@@ -195,7 +195,7 @@ def _row(family: Family, own: Sequence[Sample], notes: dict[str, int]) -> Iterat
     yield "yes" if own else ""
     for machine, mode in COLUMNS.values():
         runs = _runs(own, machine, mode, notes)
-        yield "emulated" if (mode, runs) == ("persistent", "yes") and family.name not in RAN_PERSISTENT else runs
+        yield "emulated" if (mode, runs) == ("persistent", "yes") and family.name not in PERSISTENT_FAMILIES else runs
     vocabulary, template = TEXTS.get(family.name, ("", ""))
     yield "ids" if vocabulary in (*NAMES, *SOURCE_NAMES) else "splits" if vocabulary in PRE_TOKENIZERS else ""
     yield "yes" if template else ""

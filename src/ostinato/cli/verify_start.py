@@ -17,7 +17,7 @@ from ostinato.cli.bare import Bare, opened_bare
 from ostinato.cli.output import talk
 from ostinato.engine import verified
 from ostinato.engine.checks import Check, VerifyReport
-from ostinato.engine.known_cards import RAN_PERSISTENT, has_run, kind_of_kernel
+from ostinato.engine.known_cards import PERSISTENT_FAMILIES, has_run, kind_of_kernel
 from ostinato.engine.request import check_generates
 from ostinato.errors import OstinatoError
 from ostinato.extras import why_missing
@@ -93,7 +93,7 @@ def has_passed(settled: Settled, card: VerifiedCard) -> bool:
     ran, passed = has_run((int(major), int(minor))), verified.verified_families(card, talk).get(settled.mode, ())
     if settled.mode not in verified.NEED_VERIFICATION:
         return ran or bool(passed)
-    return (ran and card.family in RAN_PERSISTENT) or card.family in passed
+    return (ran and card.family in PERSISTENT_FAMILIES) or card.family in passed
 
 
 def short_report(bare: Bare) -> VerifyReport:

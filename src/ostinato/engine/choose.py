@@ -26,7 +26,7 @@ from ostinato.backends.tape.backend import TAPE
 from ostinato.backends.torch.backend import TORCH, TWIN
 from ostinato.cache.kv_bytes import check_kv_widths, kv_bytes
 from ostinato.engine.cores import default_threads
-from ostinato.engine.known_cards import RAN_PERSISTENT, has_run, kind_of_kernel
+from ostinato.engine.known_cards import PERSISTENT_FAMILIES, has_run, kind_of_kernel
 from ostinato.engine.machine import choose_device, machine_at, why_gpu_unused
 from ostinato.engine.memory_plan import LEAST_CONTEXT, USABLE_SHARE, MemoryPlan
 from ostinato.engine.verified import NEED_VERIFICATION
@@ -248,7 +248,7 @@ def why_unverified(mode: str, machine: Machine, kind: str | None = None) -> str 
     options = " ".join((f"--mode {mode}", *(kind or "").split()[1:]))
     if not has_run(machine.chip.capability):
         return UNVERIFIED.format(options=options)
-    return None if kind is None or kind in RAN_PERSISTENT else UNVERIFIED_KIND.format(options=options, kind=kind)
+    return None if kind is None or kind in PERSISTENT_FAMILIES else UNVERIFIED_KIND.format(options=options, kind=kind)
 
 
 def _draft(backend: Backend, mode: str, case: LoadCase) -> Settled:

@@ -2,8 +2,8 @@
 neither was done and they follow by the chip's limits.
 
 `ostinato doctor --cards` prints this table, and README.md has the same. Nothing is decided by a card's name; the
-examples are for readers. The chooser takes `persistent` unasked only where it ran, and only for the families that it
-ran with (docs/tape.md).
+examples are for readers. The chooser takes `persistent` unasked only where it ran, and for some families only
+(docs/tape.md).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ KNOWN: Final[Mapping[tuple[int, int], KnownCards]] = MappingProxyType(
         (12, 1): KnownCards("GB10 (DGX Spark)", compiled="2026-11-18"),
     }
 )
-# Families with which `persistent` ran on a card; it supports others too, which were emulated only.
-RAN_PERSISTENT: Final = frozenset({"llama", "qwen2", "qwen3", "qwen3vl", "phi3", "ernie4_5", "seed_oss"})
+# Families for which `auto` takes `persistent` on such cards. It supports others too, which were emulated only.
+PERSISTENT_FAMILIES: Final = frozenset({"llama", "qwen2", "qwen3", "qwen3vl", "phi3", "ernie4_5", "seed_oss"})
 REFUSED: Final = ("T4, RTX 20, V100 and older", "sm_75 and older", "none", "refused by name", "")
 
 
