@@ -70,6 +70,7 @@ from tests.backends.cuda.triton import (
     test_embed,
     test_experts,
     test_gemm,
+    test_latent,
     test_logprobs,
     test_matmul,
     test_norm,
@@ -616,6 +617,11 @@ KERNEL_TESTS: dict[str, Callable[[], None]] = {
     "selected_kernel": partial(test_runs.test_mambas_selected_parts_are_normed_and_set_apart, True),
     "join_parts_kernel": test_norm.test_parts_of_a_row_are_normed_alone_and_joined_for_live_rows,
     "gate_heads_kernel": partial(test_runs.test_what_heads_have_seen_is_gated_for_live_rows, torch.float32),
+    "latent_rows_kernel": partial(test_latent.test_a_step_equals_the_twin_and_touches_nothing_else, "f32"),
+    "heads_product_kernel": partial(test_latent.test_a_product_of_each_head_equals_the_twin, "F32", 20, True),
+    "attend_latent_kernel": partial(test_latent.test_a_step_equals_the_twin_and_touches_nothing_else, "f32"),
+    "merge_latent_kernel": partial(test_latent.test_a_step_equals_the_twin_and_touches_nothing_else, "f32"),
+    "attend_latent_chunk_kernel": partial(test_latent.test_every_row_of_a_chunk_equals_the_twin, "f32", torch.float32),
 }
 
 
