@@ -78,7 +78,7 @@ from tests.backends.cuda.triton import (
     test_sample,
 )
 from tests.backends.cuda.triton.test_attend import Case, made, reference, run
-from tests.backends.families import FAMILIES, RECURRENT, family_model
+from tests.backends.families import FAMILIES, LATENT, RECURRENT, family_model
 from tests.backends.tape import test_unpack
 from tests.built import build_model
 from tests.engine.opened import LONG, decoding, ids, open_engine, prompt, sampling, until
@@ -695,7 +695,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + LATENT)
 def test_a_fused_step_is_launches_and_nothing_else_and_the_same_whoever_lives(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -750,9 +750,10 @@ def test_what_the_native_loop_works_in_has_no_room_for_the_scores_of_a_chunk() -
 
 
 @pytest.mark.slow
-def test_a_kernel_that_runs_twice_leaves_what_it_left_once_unless_it_adds() -> None:
+@pytest.mark.parametrize("family", ["llama", "deepseek2"])
+def test_a_kernel_that_runs_twice_leaves_what_it_left_once_unless_it_adds(family: str) -> None:
     """E-37."""
-    driver = fused_driver(family_model("llama"), triton_kernels(TUNED))
+    driver = fused_driver(family_model(family), triton_kernels(TUNED))
     driver.admit(1, PROMPT, most=2)
     driver.run()
     plan = driver.runner.plan
@@ -771,7 +772,7 @@ def test_a_kernel_that_runs_twice_leaves_what_it_left_once_unless_it_adds() -> N
     driver.runner.close()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT])
+@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT, *LATENT])
 def test_every_family_binds_its_kernels_in_bfloat16(family: str) -> None:
     """E-1: the gate of launches refuses an operand of another type than its kernel reads."""
     fused_driver(family_model(family, dtype=torch.bfloat16), triton_kernels(TUNED)).runner.close()
@@ -779,7 +780,7 @@ def test_every_family_binds_its_kernels_in_bfloat16(family: str) -> None:
 
 def test_whoever_adds_to_the_residual_stream_leaves_what_the_next_norm_needs() -> None:
     """E-75: nothing that a product takes in is older than the stream it was made of."""
-    for family in FAMILIES:
+    for family in FAMILIES + LATENT:
         driver, is_old = fused_driver(family_model(family), twin_kernels()), False
         for node in driver.runner.plan.nodes:
             assert not ("stats" in node.reads and is_old), f"{family} {node.name}"
