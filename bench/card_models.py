@@ -47,6 +47,14 @@ _MIXER: Final = {"mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 
 _TWO_KINDS: Final = ["linear_attention", "full_attention"]
 PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
+        "deepseek2": {  # DeepSeek V2 Lite
+            **{"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 102_400},
+            **{"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+            **{"v_head_dim": 128, "intermediate_size": 10_944, "moe_intermediate_size": 1408, "n_routed_experts": 64},
+            **{"num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1, "topk_method": "greedy"},
+        },
+        # A quarter of its experts: all of them in float32 are more than a host lends addresses for.
+        "deepseek2 of DeepseekV3ForCausalLM": {"n_routed_experts": 64},
         "glm4moe": {"head_dim": 128},
         "granitehybrid": {"layer_types": _TWO_KINDS, "num_hidden_layers": 2},
         "granitehybrid of BambaForCausalLM": {"attn_layer_indices": [1], "num_hidden_layers": 2},

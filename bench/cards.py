@@ -40,6 +40,7 @@ from bench.compiling import (
     specialisation_of,
 )
 from bench.launches import bound_kernels
+from ostinato.backends.cuda.backend import why_not_latent
 from ostinato.backends.cuda.launch import TritonLaunch
 from ostinato.backends.cuda.packed_types import PACKED_TYPES
 from ostinato.backends.machine import REGISTERS, Chip
@@ -67,13 +68,14 @@ KV_TYPES: Final[tuple[KVType, ...]] = ("bf16", "f32", "f16", "q8_0")
 # Constants that decide how much there is to do, not how a program does it; of two activations none takes more.
 COUNTS: Final = frozenset(
     ("N", "FIRST", "N_STATS", "K_STATS", "STATS_WIDE", "ACTIVATION", "RUN", "BLOCKS", "N_EXPERTS", "N_USED", "N_SCORES",
-     "HEADS", "KEY_HEADS", "heads", "kv_heads", "slots", "group", "n_tokens", "words", "n_blocks", "n_subs", "wanted")
+     "HEADS", "KEY_HEADS", "heads", "kv_heads", "slots", "group", "n_tokens", "words", "n_blocks", "n_subs", "wanted",
+     "groups")
 )  # fmt: skip
 # Sizes of what is loaded and stored: code depends on whether it lies aligned, and on nothing else of them.
 SIZES: Final = frozenset(
     ("OUT_STRIDE", "HIDDEN", "WIDTH", "INNER", "CHANNELS", "COLUMNS", "VALUE", "KEY", "STATE", "RANK",
      "STRIDE", "X_STRIDE", "Y_STRIDE", "GATE_STRIDE", "DT_STRIDE", "PART_STRIDE", "BIAS_FIRST", "BIAS_STRIDE",
-     "keys_at", "columns", "vocab")
+     "keys_at", "columns", "vocab", "X_STEP", "OUT_STEP", "plain", "query", "key")
 )  # fmt: skip
 ALIGNED: Final = 16  # elements, beyond which nothing is loaded otherwise
 WHETHER: Final = frozenset(("window", "WINDOW", "temperature_span"))  # of these, whether there is one
@@ -143,7 +145,8 @@ def product_of(names: Sequence[str], types: Sequence[str]) -> list[Case]:
 
 
 def _keeps(shape: Shape, kv_type: KVType) -> bool:
-    return kv_type != "q8_0" or all(one.head_width % Q8_BLOCK == 0 for one in shape.attention.values())
+    whole = all(one.head_width % Q8_BLOCK == 0 for one in shape.attention.values())
+    return kv_type != "q8_0" or (whole and why_not_latent(shape, kv_type) is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +270,9 @@ def _variant(launch: TritonLaunch) -> str:
     given = dict(zip(names, launch.args, strict=True))
     if "kv" in given:
         name = str(given["kv"].key.dtype).removeprefix("torch.")
-        return f"{ {'int8': 'q8_0'}.get(name, name) }, heads of {constants['S'].width}"
+        latent = getattr(constants["S"], "key", None)  # of all heads, and its value
+        of = f"heads of {constants['S'].width}" if latent is None else f"keys of {latent}"
+        return f"{ {'int8': 'q8_0'}.get(name, name) }, {of}"
     if "TYPE" in constants:
         packed = {number: type for type, number in _weight_types().items()}
         return packed.get(constants["TYPE"], str(given["w_ptr"].dtype).removeprefix("torch."))

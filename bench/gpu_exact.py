@@ -44,7 +44,7 @@ from ostinato.lab.random_weights import DTYPES, MIXES
 from ostinato.models.blocks import Attention
 from ostinato.models.registry import read_shape
 from ostinato.options import KVType, Sampling
-from tests.backends.families import FAMILIES, RECURRENT
+from tests.backends.families import FAMILIES, LATENT, RECURRENT
 from tests.built import build_model
 
 Witness = tuple[int, str, tuple[tuple[int, str], ...], int, str | None]
@@ -511,7 +511,7 @@ def _empty_cache(device: str) -> None:
 
 def _family_jobs(setting: Setting) -> list[Job]:
     types = ["f32", "bf16"] if setting.on_gpu else ["f32"]
-    return [Job("verify", {"name": name, "types": types}, 200) for name in (*FAMILIES, *RECURRENT)]
+    return [Job("verify", {"name": name, "types": types}, 200) for name in (*FAMILIES, *RECURRENT, *LATENT)]
 
 
 def _type_jobs(setting: Setting) -> list[Job]:
@@ -520,22 +520,23 @@ def _type_jobs(setting: Setting) -> list[Job]:
 
 
 def _expert_jobs(setting: Setting) -> list[Job]:
-    """Routed experts, packed: small ones in every type, and of published sizes."""
+    """Routed experts, and latent attention beside them, packed: small ones in every type, and of published sizes."""
     if not setting.on_gpu:
         return [Job("verify", {"name": "tiny-mixtral", "types": ["q4_k_m"]}, 200)]
     small = [
         Job("verify", {"name": name, "types": MIXES[n::3]}, 200)
-        for name in ("tiny-mixtral", "tiny-qwen3moe")
+        for name in ("tiny-mixtral", "tiny-qwen3moe", "tiny-deepseek2")
         for n in range(3)
     ]
-    large = ("qwen3-30b-a3b", "mixtral-8x7b")
+    large = ("qwen3-30b-a3b", "mixtral-8x7b", "glm-4.7-flash")
     return [*(Job("verify", {"name": name, "types": ["q4_k_m"]}, 240) for name in large), *small]
 
 
 def _kv_jobs(setting: Setting) -> list[Job]:
     types = ["bf16"] if setting.on_gpu else ["f32"]
     kinds = ["f32", "bf16", "f16", "q8_0"]
-    return [Job("verify", {"name": "tiny", "types": types, "kv_types": kinds}, 200)]
+    names = ("tiny", "tiny-deepseek2")
+    return [Job("verify", {"name": name, "types": types, "kv_types": kinds}, 200) for name in names]
 
 
 def _shape_jobs(setting: Setting) -> list[Job]:

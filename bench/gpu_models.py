@@ -32,11 +32,13 @@ from ostinato.models.shape import Shape
 from ostinato.options import Activations, KVType, LoadOptions
 from ostinato.text.of_checkpoint import tokenizer_of
 from ostinato.text.tokenizer import Tokenizer
-from tests.backends.families import FAMILIES, RECURRENT, family_model
+from tests.backends.families import FAMILIES, LATENT, RECURRENT, family_model
 from tests.backends.native.tiled import tiled
 
 TAPE: Final = "persistent"
-ON_CPU: Final = frozenset({*FAMILIES, *RECURRENT, *(n for n in SHAPES if n.startswith("tiny"))})  # made there, moved
+ON_CPU: Final = frozenset(
+    {*FAMILIES, *RECURRENT, *LATENT, *(n for n in SHAPES if n.startswith("tiny"))}
+)  # made there, moved
 
 
 def place(device: str) -> torch.device:

@@ -26,7 +26,7 @@ from ostinato.models.tensors import TensorTable
 from ostinato.options import KVType
 
 N_SLOTS: Final = 32
-_WORKSPACES: Final = ("attend_workspace", "sample_workspace")
+_WORKSPACES: Final = ("attend_workspace", "latent_workspace", "sample_workspace")
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,8 +100,9 @@ current. Every family also runs in torch (`eager`). [Adding a family](add-a-fami
   tokens of transformers; *llama.cpp* says that it reads the same GGUF file as the same model and decodes the
   same 64 greedy tokens (but for ties within its rounding; `make soak` runs all of them).
 - **CPU loop**, **CUDA loop**, **tape**: *yes*, or the note that says which block prevents it there. The CUDA
-  loop and the tape are shown on a GPU by `make test-gpu`. *emulated*: the [tape](tape.md)'s own source gives
-  the logits of torch in the tests' emulator, and has run on no card with this family yet.
+  loop and the tape are shown on a GPU by `make test-gpu`; the CUDA kernels of `deepseek2` have been compiled
+  and interpreted, and not yet run on a card. *emulated*: the [tape](tape.md)'s own source gives the logits of
+  torch in the tests' emulator, and has run on no card with this family yet.
 - **tokenizer**: *ids* of the published vocabulary are compared; *splits*: the pre-tokenizer of that name is
   compared over a synthetic vocabulary ([tokenizers.md](tokenizers.md)). **template**: a published chat
   template renders as transformers renders it.

@@ -59,7 +59,7 @@ FAMILIES = (
 RECURRENT = (
     "mamba", "falcon-mamba", "mamba2", "mamba2-limits", "falcon-h1", "falcon-h1-norm", "lfm2", "qwen35", "qwen35-tiled",
 )  # fmt: skip
-LATENT = ("deepseek2", "deepseek2-lite")  # whose attention only torch and the native loop have
+LATENT = ("deepseek2", "deepseek2-lite")
 HIDDEN, N_LAYERS, VOCAB, CONTEXT = 96, 2, 131, 256
 BORDER = 20  # positions of the longest sequence that the short factors of phi3-long rotate
 

@@ -238,7 +238,7 @@ def test_outputs_are_near_those_of_dense_weights(family: str, mode: str) -> None
         check_outputs(driver, model, 1e-3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + LATENT)
 def test_fused_chunks_of_twins_are_near_dense_weights(family: str) -> None:
     model = family_model(family)
     with closing(open_loop(model=model, mode="twin")) as driver:

@@ -72,6 +72,7 @@ from tests.backends.cuda.triton import (
     test_embed,
     test_experts,
     test_gemm,
+    test_latent,
     test_logprobs,
     test_matmul,
     test_norm,
@@ -79,7 +80,7 @@ from tests.backends.cuda.triton import (
     test_sample,
 )
 from tests.backends.cuda.triton.test_attend import Case, made, reference, run
-from tests.backends.families import FAMILIES, RECURRENT, family_model
+from tests.backends.families import FAMILIES, LATENT, RECURRENT, family_model
 from tests.backends.tape import test_unpack
 from tests.built import build_model
 from tests.engine.opened import LONG, decoding, ids, open_engine, prompt, sampling, until
@@ -657,6 +658,11 @@ KERNEL_TESTS: dict[str, Callable[[], None]] = {
     "selected_kernel": partial(test_runs.test_mambas_selected_parts_are_normed_and_set_apart, True),
     "join_parts_kernel": test_norm.test_parts_of_a_row_are_normed_alone_and_joined_for_live_rows,
     "gate_heads_kernel": partial(test_runs.test_what_heads_have_seen_is_gated_for_live_rows, torch.float32),
+    "latent_rows_kernel": partial(test_latent.test_a_step_equals_the_twin_and_touches_nothing_else, "f32"),
+    "heads_product_kernel": partial(test_latent.test_a_product_of_each_head_equals_the_twin, "F32", 20, True),
+    "attend_latent_kernel": partial(test_latent.test_a_step_equals_the_twin_and_touches_nothing_else, "f32"),
+    "merge_latent_kernel": partial(test_latent.test_a_step_equals_the_twin_and_touches_nothing_else, "f32"),
+    "attend_latent_chunk_kernel": partial(test_latent.test_every_row_of_a_chunk_equals_the_twin, "f32", torch.float32),
 }
 
 
@@ -730,7 +736,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + LATENT)
 def test_a_fused_step_is_launches_and_nothing_else_and_the_same_whoever_lives(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -787,9 +793,10 @@ def test_what_the_native_loop_works_in_has_no_room_for_the_scores_of_a_chunk() -
 
 
 @pytest.mark.slow
-def test_a_kernel_that_runs_twice_leaves_what_it_left_once_unless_it_adds() -> None:
+@pytest.mark.parametrize("family", ["llama", "deepseek2"])
+def test_a_kernel_that_runs_twice_leaves_what_it_left_once_unless_it_adds(family: str) -> None:
     """E-37."""
-    driver = fused_driver(family_model("llama"), triton_kernels(TUNED))
+    driver = fused_driver(family_model(family), triton_kernels(TUNED))
     driver.admit(1, PROMPT, most=2)
     driver.run()
     plan = driver.runner.plan
@@ -808,7 +815,7 @@ def test_a_kernel_that_runs_twice_leaves_what_it_left_once_unless_it_adds() -> N
     driver.runner.close()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT])
+@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT, *LATENT])
 def test_every_family_binds_its_kernels_in_bfloat16(family: str) -> None:
     """E-1: the gate of launches refuses an operand of another type than its kernel reads."""
     fused_driver(family_model(family, dtype=torch.bfloat16), triton_kernels(TUNED)).runner.close()
@@ -816,7 +823,7 @@ def test_every_family_binds_its_kernels_in_bfloat16(family: str) -> None:
 
 def test_whoever_adds_to_the_residual_stream_leaves_what_the_next_norm_needs() -> None:
     """E-75: nothing that a product takes in is older than the stream it was made of."""
-    for family in FAMILIES:
+    for family in FAMILIES + LATENT:
         driver, is_old = fused_driver(family_model(family), twin_kernels()), False
         for node in driver.runner.plan.nodes:
             assert not ("stats" in node.reads and is_old), f"{family} {node.name}"

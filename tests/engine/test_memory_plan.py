@@ -11,8 +11,10 @@ import torch
 
 from ostinato.backends.base import LOGITS_BYTES, ChunkOutput, ChunkPart, ChunkWant, Settled
 from ostinato.backends.cuda.backend import ATTENTION_CUTS, GPU_LIBRARIES
+from ostinato.backends.cuda.latent import LatentBuffers
 from ostinato.backends.cuda.plan import StepBuffers
 from ostinato.backends.memory_rows import LIBRARIES, OUTPUT_ROWS
+from ostinato.backends.torch.ops.latent import LatentHeads
 from ostinato.engine.choose import backend_of, settle_model
 from ostinato.engine.memory_plan import MemoryPlan
 from ostinato.engine.open import open_runner
@@ -150,6 +152,23 @@ def test_the_workspace_of_a_gpu_holds_what_its_kernels_ask_for() -> None:
     sampler = sum(buffer.nbytes for buffer in sample.sample_workspace(4, LLAMA.vocab, torch.device("meta")).values())
     assert ATTENTION_CUTS == attend.MAX_SPLITS
     assert scores + sampler <= workspace <= scores + 1.2 * sampler + GPU_LIBRARIES
+
+
+def test_a_gpu_counts_what_latent_attention_keeps_between_its_kernels() -> None:
+    kernels = pytest.importorskip("ostinato.backends.cuda.triton.attend_latent")
+    shape, meta = SHAPES["glm-4.7-flash"], torch.device("meta")
+    counted = sizes(plan_of(shape, on_gpu(4, 100)))
+    own = LatentBuffers.of(shape, 4, torch.float32, meta)
+    assert own is not None
+    buffers = [*StepBuffers.of(shape, 4, meta).named.values(), *own.named.values()]
+    assert counted["step buffers"] == sum(buffer.nbytes for buffer in buffers)
+    attention = shape.attention[0]
+    latent = LatentHeads(attention.n_heads, attention.value_width, 64, 192, 1.0, own.low, own.low, 1e-6)
+    space = kernels.latent_workspace(4, [latent], meta)
+    rest = sizes(plan_of(replace(shape, layers=LLAMA.layers), on_gpu(4, 100)))["workspace (about)"]
+    llama = LLAMA.attention[0]
+    beside = rest - 4 * kernels.MAX_SPLITS * llama.n_heads * (llama.value_width + 2) * 4
+    assert counted["workspace (about)"] == space.sums.nbytes + space.norms.nbytes + beside
 
 
 @pytest.mark.parametrize(("backend", "names"), [("cuda", ["weights"]), ("tape", ["weights", "tape"])])

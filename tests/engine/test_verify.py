@@ -35,7 +35,7 @@ from ostinato.loop.layout import Finish
 from ostinato.loop.mode import DecodeMode
 from ostinato.loop.plan import Node, Plan
 from ostinato.models.blocks import Experts, Layer
-from tests.backends.families import FAMILIES, RECURRENT, family_model
+from tests.backends.families import FAMILIES, LATENT, RECURRENT, family_model
 from tests.backends.native.tiled import packed_blocks, tiled
 from tests.named_model import named_model
 from tests.random_model import MemoryKind, random_model
@@ -308,7 +308,7 @@ def mixtral_beside_twins(kernels: Kernels) -> Compared:
 
 
 # Rounding to bfloat16 moves the logits of gemma4-shared by a tenth of their size and more, whoever computes them.
-@pytest.mark.parametrize("family", [name for name in FAMILIES + RECURRENT if name != "gemma4-shared"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES + RECURRENT + LATENT if name != "gemma4-shared"])
 def test_kernels_of_every_family_are_near_the_twins_in_bfloat16(family: str) -> None:
     model = family_model(family, dtype=torch.bfloat16)
     found = verifier(model, kv_type="bf16", open=opens_fused(twin_kernels())).near_twins(model)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pytest
 
 from ostinato.backends.native.pages import PAGE_TOKENS, NativePages
@@ -12,11 +13,13 @@ from ostinato.backends.torch.plan import memory_tensors
 from ostinato.backends.torch.sequence_copy import TorchSequenceCopy
 from ostinato.cache.groups import one_group
 from ostinato.cache.kv_bytes import cell_bytes, page_bytes
+from ostinato.engine.verify import twin_logits
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.loop.memory import memory_in
 from ostinato.models.registry import read_shape
 from ostinato.options import KVType
 from tests.backends.families import family_model
+from tests.backends.native.tiled import tiled
 from tests.models.test_refusals import refusal, setting, spoiled_folder, spoiled_gguf
 
 WRONG_SETTINGS: Final = [
@@ -80,3 +83,10 @@ def test_sizes_may_be_given_layer_by_layer(tmp_path: Path, tiny_files: Path) -> 
         expected = read_shape(plain)
     with open_checkpoint(spoiled_gguf(tmp_path, tiny_files, metadata=lists)) as listed:
         assert read_shape(listed) == expected
+
+
+def test_the_reference_multiplies_heads_that_the_native_loop_has_one_by_one() -> None:
+    """As `ostinato verify` compares them on a CPU."""
+    model = family_model("deepseek2")
+    plain, tiles = (twin_logits(one, [5, 9, 2, 77], "f32", 64)[1] for one in (model, tiled(model)))
+    np.testing.assert_allclose(tiles, plain, rtol=1e-4, atol=1e-4)

@@ -108,7 +108,7 @@ def test_an_unknown_shape_is_refused_with_the_nearest_first() -> None:
         named_shape("lama-1b")
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-mixtral", "tiny-qwen3moe"])
+@pytest.mark.parametrize("name", ["tiny", "tiny-mixtral", "tiny-qwen3moe", "tiny-deepseek2"])
 @pytest.mark.parametrize(
     ("dtype", "mix"),
     [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "q4_k_m"), (torch.float32, "q8_0")],

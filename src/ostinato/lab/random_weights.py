@@ -34,7 +34,7 @@ from ostinato.models.family import Family
 from ostinato.models.named_shapes import named_shape
 from ostinato.models.registry import family_named
 from ostinato.models.shape import Shape
-from ostinato.models.tensors import ExpertMatrices, Matrices, TensorTable
+from ostinato.models.tensors import ExpertMatrices, HeadMatrices, Matrices, TensorTable
 
 if TYPE_CHECKING:
     from ostinato.models.blocks import LoadedModel
@@ -236,7 +236,8 @@ class RandomFile(Checkpoint):
     def _infos(self) -> Iterator[TensorInfo]:
         for reference in leaves_of(self.blocks):
             for name, sizes in reference.wanted:
-                type = self._type_of(name, sizes[-1]) if isinstance(reference, Matrices | ExpertMatrices) else "F32"
+                matrices = isinstance(reference, Matrices | ExpertMatrices | HeadMatrices)
+                type = self._type_of(name, sizes[-1]) if matrices else "F32"
                 yield TensorInfo(name, sizes, type, prod(sizes) // BLOCKS[type].elements * BLOCKS[type].n_bytes)
 
     def _type_of(self, name: str, cols: int) -> str:

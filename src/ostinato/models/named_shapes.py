@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 from ostinato.errors import UnknownName, listing
+from ostinato.models.deepseek2 import latent_attention
 from ostinato.models.gemma import two_ropes, windowed
 from ostinato.models.gemma4 import of_two_kinds, with_experts
 from ostinato.models.gpt_oss import with_sinks
@@ -17,6 +18,8 @@ from ostinato.models.rope import Rope, proportional, yarn, yarn_amplitude
 from ostinato.models.shape import (
     DeltaShape,
     ExpertShape,
+    LatentShape,
+    LayerShape,
     Mamba2Shape,
     MambaShape,
     QueryTemperature,
@@ -118,6 +121,20 @@ def _gemma3_1b() -> Shape:
     return two_ropes(shape, Rope(1_000_000.0, 256, "halves"), 10_000.0)
 
 
+def _latent(shape: Shape, n_heads: int, latent: LatentShape, experts: ExpertShape) -> Shape:
+    """Latent attention with 64 rotated numbers, and experts in all layers but the first."""
+    attention = latent_attention(n_heads, Rope(10_000.0, 64, "neighbours"), latent, 1.0)
+    layers = tuple(LayerShape(attention, ff_width=layer.ff_width) for layer in shape.layers)
+    first, routed = frozenset({0}), replace(experts, scoring="sigmoid", choice_bias=True)
+    return replace(shape, family="deepseek2", layers=layers, experts=replace(routed, dense_layers=first))
+
+
+def _glm_flash() -> Shape:
+    plain = _llama(2048, 47, 20, 20, 64, 10_240, 154_880, 202_752, rope_base=10_000.0)
+    latent = LatentShape(kv_rank=512, q_rank=768, plain_width=192, value_width=256, norm_eps=1e-6)
+    return _latent(plain, 20, latent, ExpertShape(64, 4, 1536, renormalise=True, share_scale=1.8, shared_width=1536))
+
+
 # Small enough to answer at once, wide enough for whole blocks of 256 weights.
 _TINY: Final = _llama(256, 2, 4, 2, 64, 512, 1024, 2048, rope_base=10_000.0, tied_head=True)
 _MIXTRAL: Final = _llama(4096, 32, 32, 8, 128, 14_336, 32_000, 32_768, rope_base=1_000_000.0)
@@ -141,6 +158,7 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
         "gpt-oss-20b": _gpt_oss(24, 32),
         "gpt-oss-120b": _gpt_oss(36, 128),
         "gemma4-26b-a4b": _gemma4_a4b(),
+        "glm-4.7-flash": _glm_flash(),
         "mamba-1.4b": _recurrent("mamba", MambaShape(inner=4096, state=16, kernel=4, dt_rank=128), 50_280),
         "mamba2-1.3b": _recurrent("mamba2", _MAMBA2, 50_288),
         "falcon-h1-1.5b": replace(
@@ -175,6 +193,12 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
         ),
         "tiny-mixtral": _routed(_TINY, "mixtral", 4, 2, 512, renormalise=True),
         "tiny-qwen3moe": _routed(_TINY, "qwen3moe", 6, 3, 256, renormalise=False),
+        "tiny-deepseek2": _latent(
+            _TINY,
+            4,
+            LatentShape(kv_rank=256, q_rank=256, plain_width=256, value_width=256, norm_eps=1e-6),
+            ExpertShape(6, 2, 256, renormalise=True, shared_width=256),
+        ),
     }
 )
 

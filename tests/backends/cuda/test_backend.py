@@ -11,13 +11,13 @@ from ostinato.backends.machine import SHARED_BYTES, Chip, Machine
 from ostinato.extras import install_command
 from ostinato.models.header import tensors_in
 from ostinato.options import LoadOptions
-from tests.backends.families import FAMILIES, RECURRENT, family_model
+from tests.backends.families import FAMILIES, LATENT, RECURRENT, family_model
 from tests.random_model import random_model
 
 CARD = Machine("cuda:0", 1 << 40, 1 << 40, driver_cuda=13_000)
 
 
-@pytest.mark.parametrize("family", FAMILIES + RECURRENT)
+@pytest.mark.parametrize("family", FAMILIES + RECURRENT + LATENT)
 def test_it_runs_every_family_in_every_mode(family: str) -> None:
     model = family_model(family)
     asked = (model.shape, tensors_in(model), LoadOptions(), CARD)
@@ -29,6 +29,14 @@ def test_what_has_no_kernels_is_told_by_name() -> None:
     assert "heads of width 8" in (why_not_blocks(random_model("hybrid", hidden=32).shape) or "")
     # Without attention there are no heads.
     assert why_not_blocks(random_model("recurrent", hidden=32).shape) is None
+
+
+def test_eight_bit_keys_of_latent_attention_need_whole_blocks_of_either_part() -> None:
+    """Told before weights are read: 64 numbers are two blocks, 16 rotated and 48 compressed ones are not."""
+    model = family_model("deepseek2")
+    asked = (model.shape, tensors_in(model), LoadOptions(kv_type="q8_0"), CARD)
+    reason = "latent attention over q8_0 keys of 16 rotated numbers and 48 compressed ones"
+    assert [CUDA.why_not(mode, *asked) for mode in CUDA.modes] == [reason] * 3
 
 
 def test_a_machine_is_told_what_it_lacks() -> None:

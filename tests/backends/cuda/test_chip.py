@@ -9,12 +9,17 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from ostinato.backends.cuda.backend import why_no_room
 from ostinato.backends.cuda.chip import (
     LEAST_SHARED_BYTES,
+    LEAST_TILE,
+    LatentCut,
     choices,
     chunk_block,
     chunk_bytes,
     chunk_rows,
+    latent_bytes,
+    latent_cut,
     other_cut,
     reads_shared,
     registers_alone,
@@ -171,6 +176,28 @@ def test_only_keys_of_the_widest_heads_are_cut_otherwise_and_that_is_named() -> 
         "prompt attention by 32",
         "prompt attention by 16",
         None,
+    )
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.arch)
+def test_latent_attention_of_published_models_fits_every_chip_in_the_same_cut(chip: Chip) -> None:
+    """So no digest names another arithmetic for it."""
+    for item_bytes, rows in product((1, 2, 4), (LEAST_TILE, 64)):
+        cut, tuned = (latent_cut(one, 576, item_bytes, rows) for one in (chip, TUNED))
+        assert latent_bytes(chip, 576, item_bytes, cut) <= chip.shared_bytes
+        assert (cut.block, cut.rows <= tuned.rows) == (tuned.block, True)
+        assert cut.stages in (2, 3)
+    shape = named_shape("glm-4.7-flash")
+    assert not any(other_cut(shape, kv_type, chip) for kv_type in ("f32", "f16", "bf16", "q8_0"))
+
+
+def test_latent_attention_without_room_takes_fewer_keys_and_that_is_named() -> None:
+    chip = replace(SMALLEST, shared_bytes=50_000)
+    assert latent_cut(chip, 576, 2, 64) == LatentCut(16, 16, 2)
+    assert other_cut(named_shape("glm-4.7-flash"), "bf16", chip) == "latent attention by 16"
+    reason = why_no_room(named_shape("glm-4.7-flash"), {}, "f32", chip)
+    assert reason == (
+        "latent attention over f32 keys of 576 needs 75008 bytes of shared memory, and a block has 50000 here"
     )
 
 

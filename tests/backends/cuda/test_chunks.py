@@ -29,7 +29,7 @@ from ostinato.models.qwen3 import QWEN3_MOE
 from ostinato.models.shape import ExpertShape
 from tests.backends.cuda.packing import pack
 from tests.backends.cuda.test_plan import PROMPTS, fused_driver, logits_of
-from tests.backends.families import FAMILIES, RECURRENT, family_model
+from tests.backends.families import FAMILIES, LATENT, RECURRENT, family_model
 from tests.engine.rig import Driver, open_loop
 from tests.named_model import named_model, random_model_of
 
@@ -70,10 +70,10 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return launched
 
 
-PACKED = (("tiny", "q4_k_m"), ("tiny-mixtral", "q4_k_m"), ("tiny-qwen3moe", "q6_k"))
+PACKED = (("tiny", "q4_k_m"), ("tiny-mixtral", "q4_k_m"), ("tiny-qwen3moe", "q6_k"), ("tiny-deepseek2", "q4_k_m"))
 
 
-@pytest.mark.parametrize(("name", "mix"), [*((family, None) for family in FAMILIES + RECURRENT), *PACKED])
+@pytest.mark.parametrize(("name", "mix"), [*((family, None) for family in FAMILIES + RECURRENT + LATENT), *PACKED])
 def test_no_launch_of_a_chunk_allocates(name: str, mix: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a captured chunk allocates would stay with its graph, once for every bucket."""
     model = family_model(name) if mix is None else named_model(name, torch.bfloat16, mix=mix)
@@ -184,7 +184,7 @@ def test_a_prompt_of_kernels_goes_through_packed_experts_as_one_of_twins_does(fa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mix", ["q4_k_m", "q6_k", "q5_k", "q8_0"])
-@pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-qwen3moe"])
+@pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-qwen3moe", "tiny-deepseek2"])
 def test_a_fused_step_of_twins_gives_nearly_the_logits_of_the_models_own_blocks(name: str, mix: str) -> None:
     """Nearly: before a product with packed weights, kernels round to bfloat16."""
     model = named_model(name, torch.float32, mix=mix)

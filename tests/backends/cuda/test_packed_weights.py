@@ -26,7 +26,7 @@ from ostinato.files.checkpoint import TensorInfo, fill, open_checkpoint
 from ostinato.lab.random_weights import random_blocks
 from ostinato.models.blocks import Attention, Experts
 from ostinato.models.registry import read_shape
-from ostinato.models.tensors import ExpertMatrices, TensorTable
+from ostinato.models.tensors import ExpertMatrices, HeadMatrices, TensorTable
 from tests.built import build_model
 from tests.models import tiny, tiny_gguf
 
@@ -180,3 +180,44 @@ def test_a_file_with_quantised_experts_computes_the_same_packed(name: str, tmp_p
     assert isinstance(layer.mlp.down, Packed)
     x = torch.randn(5, plain.shape.hidden)
     torch.testing.assert_close(through_mlp(TWINS, layer.mlp, x), through_mlp(TWINS, twin.mlp, x))
+
+
+# Heads of latent attention
+
+
+def heads_of(type: str, rows: tuple[int, int, int] | None) -> tuple[Kept, HeadMatrices]:
+    """Three heads of [16, 64]: alone, or rows [first, stop) of each head's in a tensor of both matrices."""
+    n_rows, cols = 16 if rows is None else rows[2], 64
+    if type in PACKED_TYPES:
+        raw = torch.from_numpy(random_blocks(type, 3 * n_rows, cols, np.random.default_rng(1)))
+    else:
+        raw = torch.randn(3 * n_rows, cols).to(torch.float16 if type == "F16" else torch.float32).view(torch.uint8)
+    shape = (3, 16, 64) if rows is None else (3 * n_rows, cols)
+    return Kept({"heads.weight": (type, shape, raw)}), HeadMatrices("heads.weight", 3, (16, 64), rows)
+
+
+def read_heads(kept: Any, reference: HeadMatrices, loader: type[DenseLoader]) -> Weight:
+    made = loader(TensorTable(kept, {"heads.weight": "heads.weight"}), torch.float32, torch.device("cpu"), empty)
+    weight = made.leaf(reference)
+    made.read()
+    return weight
+
+
+@pytest.mark.parametrize("type", ["Q8_0", "Q5_0", "Q4_1"])
+def test_a_matrix_for_each_head_stays_packed_where_the_file_has_just_those(type: str) -> None:
+    kept, reference = heads_of(type, None)
+    packed, plain = (read_heads(kept, reference, loader) for loader in (PackedLoader, DenseLoader))
+    assert isinstance(packed, Packed)
+    assert isinstance(plain, Tensor)
+    assert (packed.type, packed.shape, plain.shape) == (type, (48, 64), (3, 16, 64))
+    assert torch.equal(packed.dense(torch.float32), plain.flatten(0, 1))
+
+
+@pytest.mark.parametrize(("type", "dtype"), [("Q8_0", torch.float32), ("F16", torch.float16), ("F32", torch.float32)])
+def test_heads_out_of_a_tensor_of_both_are_dense_and_keep_float16(type: str, dtype: torch.dtype) -> None:
+    kept, reference = heads_of(type, (8, 24, 40))
+    apart, plain = (read_heads(kept, reference, loader) for loader in (PackedLoader, DenseLoader))
+    assert isinstance(apart, Tensor)
+    assert isinstance(plain, Tensor)
+    assert (apart.dtype, apart.shape) == (dtype, (3, 16, 64))
+    assert torch.equal(apart.float(), plain)

@@ -18,7 +18,7 @@ from ostinato.backends.torch.start import CpuLoop
 from ostinato.engine.verify import twin_logits
 from ostinato.loop.mode import DecodeMode
 from ostinato.loop.plan import Plan
-from tests.backends.families import FAMILIES, RECURRENT, family_model
+from tests.backends.families import FAMILIES, LATENT, RECURRENT, family_model
 from tests.engine.rig import Driver, open_loop
 
 PROMPTS = ([5, 9, 2, 77, 31], list(range(1, 40)))
@@ -49,7 +49,7 @@ def logits_of(driver: Driver, most: int) -> tuple[list[list[int]], torch.Tensor]
     return [driver.tokens(g) for g in generations], driver.runner.plan.buffer("logits").tensor[: len(PROMPTS)].clone()
 
 
-@pytest.mark.parametrize("family", FAMILIES + RECURRENT)
+@pytest.mark.parametrize("family", FAMILIES + RECURRENT + LATENT)
 def test_a_fused_step_of_twins_gives_the_logits_of_the_models_own_blocks(family: str) -> None:
     model = family_model(family)
     tokens, logits = logits_of(open_loop(model=model, mode="twin", n_slots=3), 6)
@@ -59,7 +59,7 @@ def test_a_fused_step_of_twins_gives_the_logits_of_the_models_own_blocks(family:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES + RECURRENT)
+@pytest.mark.parametrize("family", FAMILIES + RECURRENT + LATENT)
 def test_a_fused_step_of_triton_kernels_gives_the_logits_of_the_models_own_blocks(family: str) -> None:
     model = family_model(family)
     tokens, logits = logits_of(open_loop(model=model, mode="twin", n_slots=3), 2)
@@ -80,7 +80,7 @@ def near_own_blocks_in_bfloat16(family: str, kernels: Kernels) -> None:
     assert bool(((fused_logits - logits).norm(dim=-1) < 3 * rounded).all())
 
 
-@pytest.mark.parametrize("family", FAMILIES + RECURRENT)
+@pytest.mark.parametrize("family", FAMILIES + RECURRENT + LATENT)
 def test_a_fused_step_of_twins_in_bfloat16_is_as_near_to_the_models_own_blocks_as_rounding_lets_it(family: str) -> None:
     near_own_blocks_in_bfloat16(family, twin_kernels())
 
@@ -99,7 +99,7 @@ def first_tokens(driver: Driver) -> list[int]:
     return [entry.token for entry in driver.entries if entry.token is not None]
 
 
-@pytest.mark.parametrize("family", FAMILIES + RECURRENT)
+@pytest.mark.parametrize("family", FAMILIES + RECURRENT + LATENT)
 def test_a_fused_prompt_of_twins_fills_memory_as_the_models_own_blocks_do(family: str) -> None:
     model = family_model(family)
     plain, fused = open_loop(model=model, mode="twin", n_slots=3), open_loop(model=model, mode="twin", n_slots=3)
@@ -120,7 +120,10 @@ def nodes_a_layer(plan: Plan) -> int:
 
 @pytest.mark.parametrize(
     ("family", "most"),
-    [("llama", 5), ("qwen2", 5), ("qwen3", 5), ("phi3", 5), ("gemma2", 7), ("mamba2", 5), ("mamba", 7)],
+    [
+        *(("llama", 5), ("qwen2", 5), ("qwen3", 5), ("phi3", 5), ("gemma2", 7), ("mamba2", 5), ("mamba", 7)),
+        *(("deepseek2", 10), ("deepseek2-lite", 9)),
+    ],
 )
 def test_a_layer_has_few_nodes(family: str, most: int) -> None:
     driver = fused_driver(family_model(family), twin_kernels())
@@ -128,20 +131,21 @@ def test_a_layer_has_few_nodes(family: str, most: int) -> None:
     driver.runner.close()
 
 
-def test_rows_beyond_the_living_are_not_touched() -> None:
-    driver = fused_driver(family_model("llama"), twin_kernels())
-    for name in ("x", "qkv", "attended", "act", "logits"):
+@pytest.mark.parametrize("family", ["llama", "deepseek2"])
+def test_rows_beyond_the_living_are_not_touched(family: str) -> None:
+    driver = fused_driver(family_model(family), twin_kernels())
+    latent = ("latent.heads", "latent.row", "latent.expanded", "latent.low") if family in LATENT else ()
+    names = ("x", "qkv", "attended", "act", "logits", *latent)
+    for name in names:
         driver.runner.plan.buffer(name)._memory[1:] = float("nan")
     generation = driver.admit(0, PROMPTS[0], most=4)
     driver.run()
     assert len(driver.tokens(generation)) == 4
-    assert all(
-        bool(driver.runner.plan.buffer(n).tensor[1:].isnan().all()) for n in ("x", "qkv", "attended", "act", "logits")
-    )
+    assert all(bool(driver.runner.plan.buffer(name).tensor[1:].isnan().all()) for name in names)
     driver.runner.close()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "mixtral", "falcon-h1"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "mixtral", "falcon-h1", "deepseek2"])
 def test_a_plan_lists_everything_that_its_launches_use(family: str) -> None:
     """So that whatever is moved is found (I-6, E-31)."""
     driver = fused_driver(family_model(family), twin_kernels())

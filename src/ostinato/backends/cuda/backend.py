@@ -1,6 +1,7 @@
 """The GPU's general backend: Triton kernels over packed or dense weights, in `loop`, `graph` and `eager`.
 
-Attention, feed-forward and recurrent blocks (`mixers.py`) run as fused kernels, in steps and in prompts.
+Attention, latent attention (`latent.py`), feed-forward and recurrent blocks (`mixers.py`) run as fused kernels, in
+steps and in prompts.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from ostinato.backends.base import (
 )
 from ostinato.backends.cuda.chip import (
     LEAST_SHARED_BYTES,
+    LEAST_TILE,
     STORED_BYTES,
     chunk_block,
     chunk_bytes,
     chunk_rows,
+    latent_bytes,
+    latent_cut,
+    latent_width,
     other_cut,
     padded,
     product_bytes,
@@ -34,6 +39,7 @@ from ostinato.backends.machine import Chip, DeviceKind, Machine, cuda_version, w
 from ostinato.backends.memory_rows import FLOAT_BYTES, output_row, shared_rows, without_empty
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.backend import TensorRunner, loaded_with, model_of, prefill_bytes
+from ostinato.cache.kv_bytes import KV_FORMATS
 from ostinato.errors import Unsupported
 from ostinato.extras import install_command
 from ostinato.models.header import HeaderTensors
@@ -47,6 +53,7 @@ if TYPE_CHECKING:
     from ostinato.backends.torch.kernels import Kernels
     from ostinato.backends.torch.load import DenseLoader
     from ostinato.backends.torch.model import Model
+    from ostinato.files.checkpoint import TensorInfo
     from ostinato.loop.plan import Plan
     from ostinato.loop.start import Start
     from ostinato.models.blocks import ModelBlocks
@@ -62,7 +69,7 @@ GPU_LIBRARIES: Final = 256 << 20
 
 
 class CudaBackend:
-    """Runs every decoder whose heads are whole multiples of 16 wide."""
+    """Runs every decoder whose heads are whole multiples of 16 wide, and latent attention of any width."""
 
     name = "cuda"
     device: DeviceKind = "cuda"
@@ -88,6 +95,7 @@ class CudaBackend:
             return None  # torch's own blocks encode, and no kernel of ours
         kv_type = kv_type_of(options, dtype_of(options, machine.kind))
         reason = why_not_blocks(shape) or why_not_kept("the GPU", self.kv_types, kv_type)
+        reason = reason or why_not_latent(shape, kv_type)
         reason = reason or self.why_not_here(mode, machine)
         if reason is None and machine.chip is not None:
             reason = why_no_room(shape, tensors, kv_type, machine.chip)
@@ -214,10 +222,12 @@ def weight_bytes(tensors: HeaderTensors, settled: Settled) -> int:
     from ostinato.backends.cuda.packed_types import stays_packed
 
     packed, size = settled.weights == "packed", ITEM_BYTES[settled.dtype]
-    return sum(
-        tensor.n_bytes if packed and stays_packed(tensor.type, tensor.shape) else tensor.n_elements * size
-        for tensor in tensors.values()
-    )
+
+    def kept(name: str, tensor: TensorInfo) -> bool:
+        # Of the one tensor of both, latent attention's matrices are taken apart (`PackedLoader.head_matrices`).
+        return packed and stays_packed(tensor.type, tensor.shape) and not name.endswith("attn_kv_b.weight")
+
+    return sum(tensor.n_bytes if kept(name, tensor) else tensor.n_elements * size for name, tensor in tensors.items())
 
 
 # What it can run
@@ -229,11 +239,23 @@ def why_not_blocks(shape: Shape) -> str | None:
         return f"{shape.family} is an encoder"
     for one in shape.attention.values():
         if one.latent is not None:
-            return "there are no kernels of multi-head latent attention"
+            if one.rope is None or one.window is not None or one.softcap is not None or one.temperature is not None:
+                return "latent attention without rotary positions, or with windows, soft caps or query temperatures"
+            continue
         if one.head_width % 16:
             return f"heads of width {one.head_width}; the kernels need a multiple of 16"
         if one.value_width != one.head_width:
             return f"values of width {one.value_width} beside keys of {one.head_width}; the kernels need them alike"
+    return None
+
+
+def why_not_latent(shape: Shape, kv_type: KVType) -> str | None:
+    """Why keys of latent attention cannot be kept so: a block of Q8_0 has numbers of one part of a key."""
+    for one in shape.attention.values():
+        parts = one.head_width - one.value_width, one.value_width
+        if one.latent is not None and not all(map(KV_FORMATS[kv_type].fits, parts)):
+            rotated, rank = parts
+            return f"latent attention over {kv_type} keys of {rotated} rotated numbers and {rank} compressed ones"
     return None
 
 
@@ -245,6 +267,11 @@ def why_no_room(shape: Shape, tensors: HeaderTensors, kv_type: KVType, chip: Chi
 
         needed |= {f"the product with {tensor.type} weights": least_bytes(tensor) for tensor in tensors.values()}
     for one in shape.attention.values():
+        if one.latent is not None:
+            width, stored = latent_width(one.head_width - one.value_width, one.value_width), STORED_BYTES[kv_type]
+            cut = latent_cut(chip, width, stored, LEAST_TILE)
+            needed[f"latent attention over {kv_type} keys of {one.head_width}"] = latent_bytes(chip, width, stored, cut)
+            continue
         width, multiplied, stored = padded(one.head_width), product_bytes(kv_type), STORED_BYTES[kv_type]
         block, rows = chunk_block(chip, width, multiplied), chunk_rows(chip, width, multiplied)
         what, group = f"over {kv_type} keys of {one.head_width}", one.n_heads // one.n_kv_heads
@@ -276,7 +303,7 @@ def why_driver_has_no_while(version: int | None) -> str | None:
 def rows_beside_weights(shape: Shape, settled: Settled) -> tuple[MemoryRow, ...]:
     # Rows are normed in float32 and multiplied in the model's type (outputs.py).
     beside_logits = shape.hidden * (FLOAT_BYTES + ITEM_BYTES[settled.dtype])
-    mixing = _mixer_bytes(shape, CHUNK_ROWS["cuda"])
+    mixing = _mixer_bytes(shape, CHUNK_ROWS["cuda"]) + _latent_bytes(shape, CHUNK_ROWS["cuda"])
     return (
         *shared_rows(shape, settled),
         MemoryRow("step buffers", _step_bytes(shape, settled)),
@@ -293,7 +320,8 @@ def _step_bytes(shape: Shape, settled: Settled) -> int:
     from ostinato.backends.cuda.plan import StepBuffers
 
     step = StepBuffers.of(shape, settled.n_slots, torch.device("meta"))
-    return sum(buffer.nbytes for buffer in step.named.values()) + _mixer_bytes(shape, settled.n_slots)
+    beside = _mixer_bytes(shape, settled.n_slots) + _latent_bytes(shape, settled.n_slots)
+    return sum(buffer.nbytes for buffer in step.named.values()) + beside
 
 
 def _mixer_bytes(shape: Shape, rows: int) -> int:
@@ -306,6 +334,16 @@ def _mixer_bytes(shape: Shape, rows: int) -> int:
         return 0
     made = MixerBuffers.of(shape.recurrent.values(), rows, torch.float32, torch.device("meta"))
     return sum(buffer.nbytes for buffer in made.named.values())
+
+
+def _latent_bytes(shape: Shape, rows: int) -> int:
+    """Between the stages of latent attention, likewise."""
+    import torch
+
+    from ostinato.backends.cuda.latent import LatentBuffers
+
+    made = LatentBuffers.of(shape, rows, torch.float32, torch.device("meta"))
+    return 0 if made is None else sum(buffer.nbytes for buffer in made.named.values())
 
 
 def _workspace_bytes(shape: Shape, settled: Settled) -> int:

@@ -9,7 +9,7 @@ what a kernel needs is said beside it, and `bench/cards.py` holds it against the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ostinato.backends.machine import (
@@ -120,12 +120,64 @@ def step_block(chip: Chip, width: int, item_bytes: int, group: int) -> int:
     return block
 
 
+# Latent attention: all heads over one key, as wide as its rotated part and its compressed row, each a power of two
+
+
+@dataclass(frozen=True, slots=True)
+class LatentCut:
+    """How a program is cut: rows (of a step: heads) and stages, which change no bit, and key positions at once."""
+
+    rows: int
+    block: int
+    stages: int
+
+
+def heads_together(n_heads: int) -> int:
+    """Query heads that a program of a step takes at once: in groups of one size, no more than a tile has.
+
+    >>> heads_together(128), heads_together(20), heads_together(6)
+    (16, 10, 6)
+    """
+    return max(n for n in range(1, LEAST_TILE + 1) if n_heads % n == 0)
+
+
+def latent_bytes(chip: Chip, width: int, item_bytes: int, cut: LatentCut) -> int:
+    """Shared memory that latent attention takes at most, with two stages or more: queries, weights, and blocks of keys
+    of all iterations in flight but the running one; of that one too where tensor cores read it there, which they do of
+    64 rows (10.x: once for each of the two products)."""
+    multiplied = max(item_bytes, 2)
+    stored = width * item_bytes + (width // 16 if item_bytes == 1 else 0)  # with the scales of bytes
+    copies = chip.capability[0] - 8 if reads_shared(chip) and cut.rows >= CHUNK_ROWS else 0
+    running = copies * cut.block * width * multiplied
+    queries = cut.rows * (width + cut.block) * multiplied
+    return queries + running + (cut.stages - 1) * cut.block * stored + 256
+
+
+def latent_cut(chip: Chip, width: int, item_bytes: int, rows: int) -> LatentCut:
+    """At most so many rows. Key positions are the same on all chips unless not even 16 rows fit beside them: fewer are
+    summed in another order. Float32 has no tensor cores: small tiles, which leave its numbers in registers."""
+    cut = LatentCut(rows, 32, 2) if item_bytes < 4 else LatentCut(LEAST_TILE, LEAST_TILE, 2)
+    while latent_bytes(chip, width, item_bytes, cut) > chip.shared_bytes and (cut.rows, cut.block) != (LEAST_TILE,) * 2:
+        cut = replace(cut, rows=cut.rows // 2) if cut.rows > LEAST_TILE else replace(cut, block=cut.block // 2)
+    more = replace(cut, stages=3)
+    return more if latent_bytes(chip, width, item_bytes, more) <= chip.shared_bytes else cut
+
+
+def latent_width(rotated: int, rank: int) -> int:
+    return padded(rotated) + padded(rank)
+
+
 def other_cut(shape: Shape, kv_type: KVType, chip: Chip | None) -> str | None:
     """What is summed in another order on a chip than where the kernels were tuned; None where nothing is."""
     if chip is None:
         return None
     found: dict[str, None] = {}
     for one in shape.attention.values():
+        if one.latent is not None:
+            width, stored = latent_width(one.head_width - one.value_width, one.value_width), STORED_BYTES[kv_type]
+            block, tuned = (latent_cut(on, width, stored, LEAST_TILE).block for on in (chip, TUNED))
+            found |= {f"latent attention by {block}": None} if block != tuned else {}
+            continue
         width = padded(one.head_width)
         prompt = [chunk_block(on, width, product_bytes(kv_type)) for on in (chip, TUNED)]
         step = [step_block(on, width, STORED_BYTES[kv_type], one.n_heads // one.n_kv_heads) for on in (chip, TUNED)]

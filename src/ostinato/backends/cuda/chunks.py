@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.base import CHUNK_ROWS, ChunkOutput, ChunkPart, ChunkWant, output_rows
+from ostinato.backends.cuda.latent import LatentBuffers, latent_heads_of, latent_kv_of, latent_stages
 from ostinato.backends.cuda.launch import launches_in
 from ostinato.backends.cuda.mixers import (
     MixerBuffers,
@@ -31,7 +32,7 @@ from ostinato.backends.cuda.mixers import (
     with_factor,
 )
 from ostinato.backends.cuda.outputs import ChunkOutputs
-from ostinato.backends.cuda.plan import attention_of, flat, heads_of, paged_kv_of, plain_layer, rows_normed
+from ostinato.backends.cuda.plan import flat, heads_of, paged_kv_of, plain_layer, rows_normed
 from ostinato.backends.cuda.ready import check_ready
 from ostinato.backends.cuda.scratch import Scratch
 from ostinato.backends.torch.allocate import pinned_zeros, zeros
@@ -54,6 +55,7 @@ from ostinato.models.blocks import (
     Attention,
     Experts,
     GatedMLP,
+    LatentAttention,
     Layer,
     Linear,
     Mixer,
@@ -110,7 +112,7 @@ class FusedChunks:
         wide = model.dtype if model.dtype == torch.float32 else torch.bfloat16
         self._x, self._y = made(most, shape.hidden), made(most, shape.hidden)
         self._h = made(most, shape.hidden, dtype=wide)
-        self._qkv = made(most, max(1, shape.widest(lambda a: a.qkv_width)), dtype=wide)
+        self._qkv = made(most, max(1, shape.widest(lambda a: a.qkv_width if a.latent is None else 0)), dtype=wide)
         self._q = made(most, max(1, shape.widest(lambda a: a.n_heads * a.head_width)), dtype=wide)
         self._attended = made(most, max(1, shape.widest(lambda a: a.out_width)), dtype=wide)
         inner = 1 if shape.experts is not None and not shape.experts.dense_layers else max(1, shape.widest_ff)
@@ -118,6 +120,7 @@ class FusedChunks:
         self._act = made(most, inner, dtype=wide)
         self._runs = ChunkRuns(brought.n, brought.n_runs, brought.runs, brought.parts)
         self._mixing = MixerBuffers.of(shape.recurrent.values(), most, wide, device) if shape.recurrent else None
+        self._latent = LatentBuffers.of(shape, most, wide, device)
         self._stats = made(most, n_stats(shape.hidden), 2)  # which the embedding leaves, and prompts need not
         self._row_slot = torch.arange(most, dtype=torch.int32, device=device)  # a row of a prompt is its own slot
         self._routed = _Routed.of(shape, most, device, wide)
@@ -273,7 +276,7 @@ class FusedChunks:
         return launches if scale is None else [*launches, lambda: x.mul_(scale)]
 
     def _halves(self, number: int, layer: Layer, rows: int) -> list[Launch]:
-        attention, mixer, mlp = attention_of(layer), layer.mixer, layer.mlp
+        attention, mixer, mlp = layer.attention, layer.mixer, layer.mlp
         if attention is None and mixer is None:
             return [] if mlp is None else self._mlp(number, mlp, layer.mlp_norm, layer.after_mlp, rows)
         norm, given = self._normed(layer.attention_norm, rows)
@@ -283,7 +286,10 @@ class FusedChunks:
             stages = self._stages(mixer, rows)
             into.append(self._product(given, with_factor(mixer.into, layer.mixer_in), stages.into))
             attend += self._mixer(mixer, stages, layer.after_attention, rows)
-        if attention is not None:
+        if isinstance(attention, LatentAttention):
+            into += self._into_latent(attention, given, layer.attention_in, rows)
+            attend += self._latent_attention(attention, layer.after_attention, rows)
+        elif attention is not None:
             qkv = with_factor(attention.qkv, layer.attention_in)
             into.append(self._product(given, qkv, self._qkv_of(attention, rows)))
             attend += self._attention(attention, layer.after_attention, rows)
@@ -328,6 +334,32 @@ class FusedChunks:
             *([kernels.gate_heads(qkv, attended, heads, chunk.n)] if heads.gated else []),
             *self._into_residual(attended, attention.out, after, rows),
         ]
+
+    def _latent_of(self, attention: LatentAttention, rows: int) -> LatentBuffers:
+        assert self._latent is not None
+        return self._latent.for_layer(attention.shape, rows)
+
+    def _into_latent(self, attention: LatentAttention, given: Tensor, factor: float, rows: int) -> list[Launch]:
+        """Queries and compressed rows."""
+        own, norm = self._latent_of(attention, rows), attention.q_a_norm
+        row = self._product(given, with_factor(attention.kv_a, factor), own.row)
+        if attention.q_a is None or norm is None:
+            return [self._product(given, with_factor(attention.q_b, factor), own.heads), row]
+        return [
+            self._product(given, with_factor(attention.q_a, factor), own.low),
+            self._after(norm, own.low),
+            self._product(own.low, attention.q_b, own.heads),
+            row,
+        ]
+
+    def _latent_attention(self, attention: LatentAttention, after: Norm | None, rows: int) -> list[Launch]:
+        own, s, latent = self._latent_of(attention, rows), attention.shape, latent_heads_of(self._model, attention)
+        kv, chunk = latent_kv_of(self._memory, attention.layer), self._chunks[self._memory.group_of[attention.layer]]
+        query, seen = columns(self._q[:rows], s.n_heads * s.head_width), columns(self._attended[:rows], s.out_width)
+        attend = self._kernels.attend_latent_chunk(query, seen, kv, chunk, latent)
+        stages = latent_stages(attention, latent, own, query, seen, kv, chunk, self._kernels, attend)
+        into_residual = self._into_residual(own.expanded, attention.out, after, rows)
+        return [*(stage.launch for stage in stages), *into_residual]
 
     def _mlp(self, number: int, mlp: MLP, before: Norm | None, after: Norm | None, rows: int) -> list[Launch]:
         norm, given = self._normed(before, rows)

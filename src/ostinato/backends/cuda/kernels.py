@@ -15,6 +15,11 @@ def triton_kernels(chip: Chip) -> Kernels:
     from ostinato.backends.cuda.triton.activation import bind_activate, bind_gated
     from ostinato.backends.cuda.triton.add_norm import bind_add_norm
     from ostinato.backends.cuda.triton.attend import attend_workspace, bind_attend
+    from ostinato.backends.cuda.triton.attend_latent import (
+        bind_attend_latent,
+        bind_attend_latent_chunk,
+        latent_workspace,
+    )
     from ostinato.backends.cuda.triton.chunk_attention import bind_append_chunk, bind_chunk_attention
     from ostinato.backends.cuda.triton.delta import bind_delta_runs, bind_short_conv_runs
     from ostinato.backends.cuda.triton.embed import bind_embed
@@ -22,6 +27,7 @@ def triton_kernels(chip: Chip) -> Kernels:
     from ostinato.backends.cuda.triton.gate_heads import bind_gate_heads
     from ostinato.backends.cuda.triton.gemm import bind_gemm
     from ostinato.backends.cuda.triton.join_parts import bind_join_parts
+    from ostinato.backends.cuda.triton.latent import bind_heads_product, bind_latent_rows
     from ostinato.backends.cuda.triton.logprobs import bind_logprobs
     from ostinato.backends.cuda.triton.matmul import bind_matmul
     from ostinato.backends.cuda.triton.norm import bind_norm
@@ -58,4 +64,9 @@ def triton_kernels(chip: Chip) -> Kernels:
         short_conv_runs=bind_short_conv_runs,
         gate_heads=bind_gate_heads,
         join_parts=bind_join_parts,
+        latent_rows=bind_latent_rows,
+        heads_product=partial(bind_heads_product, chip=chip),
+        attend_latent=partial(bind_attend_latent, chip=chip),
+        attend_latent_chunk=partial(bind_attend_latent_chunk, chip=chip),
+        latent_workspace=latent_workspace,
     )

@@ -22,7 +22,7 @@ from ostinato.backends.torch.allocate import Allocate, empty
 from ostinato.backends.torch.load import DenseLoader
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack
-from ostinato.models.tensors import ExpertMatrices, Matrices, StackedTensors, TensorTable
+from ostinato.models.tensors import ExpertMatrices, HeadMatrices, Matrices, StackedTensors, TensorTable
 
 SORTED_AT_ONCE: Final = 4  # pieces of packed weights that are on the device a second time
 _PIECE_BYTES: Final = 1 << 26  # of packed weights, read and sorted at a time
@@ -77,6 +77,17 @@ class PackedLoader(DenseLoader):
                 self.into_experts(names, plain)
                 apart.append(plain.flatten(0, 1))
         return Stack(tuple(apart))
+
+    def head_matrices(self, reference: HeadMatrices) -> Weight:
+        """Heads on top of each other, packed [n_heads * rows, cols], where the file has them so; dense [n_heads, rows,
+        cols] where it has other matrices between them, or their columns, which cannot be taken out of blocks."""
+        name, n, (rows, cols) = reference.name, reference.n_heads, reference.size
+        kept = self._kept_as(name, cols)
+        if isinstance(kept, torch.dtype):
+            return self.dense_heads(reference, kept)
+        if reference.rows is not None:
+            return self.dense_heads(reference, self.dtype)
+        return self._laid_out([[name]], 1, kept, n * rows, cols)
 
     def pieces(self) -> Iterator[WeightPiece]:
         yield from super().pieces()

@@ -4,8 +4,8 @@
     product   output, residual           product  norm, gate and up, activation          product  down, residual
 
 A norm needs no node: the node that writes the residual stream also writes partial sums of it (`stats`). Families with a
-norm after a block have one node more for it, experts two. `kernels` are Triton's on a GPU; with the twins the same plan
-runs anywhere, which is how it is tested.
+norm after a block have one node more for it, experts two, latent attention five (`latent.py`). `kernels` are Triton's
+on a GPU; with the twins the same plan runs anywhere, which is how it is tested.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ostinato.backends.cuda.latent import LatentBuffers, latent_heads_of, latent_kv_of, latent_stages
 from ostinato.backends.cuda.launch import Launches
 from ostinato.backends.cuda.mixers import (
     MixerBuffers,
@@ -173,13 +174,20 @@ class FusedPlan:
             shapes = model.shape.recurrent.values()
             self._mixing = MixerBuffers.of(shapes, self._n_slots, torch.float32, model.device)
             self._buffers |= self._mixing.named
-        attending = [own for own in map(attention_of, map(plain_layer, model.layers)) if own is not None]
-        self._heads = {attention.layer: heads_of(model, attention) for attention in attending}
-        heads = [*self._heads.values()]
-        workspace = kernels.attend_workspace(self._n_slots, heads, model.device) if heads else None
-        self._workspace = workspace
+        self._latent = LatentBuffers.of(model.shape, self._n_slots, torch.float32, model.device)
+        if self._latent is not None:
+            self._buffers |= self._latent.named
+        attending = [layer.attention for layer in map(plain_layer, model.layers)]
+        self._heads = {own.layer: heads_of(model, own) for own in attending if isinstance(own, Attention)}
+        self._latents = {
+            own.layer: latent_heads_of(model, own) for own in attending if isinstance(own, LatentAttention)
+        }
+        heads, latents = [*self._heads.values()], [*self._latents.values()]
+        self._workspace = kernels.attend_workspace(self._n_slots, heads, model.device) if heads else None
+        self._latent_workspace = kernels.latent_workspace(self._n_slots, latents, model.device) if latents else None
         self._sample_workspace = kernels.sample_workspace(self._n_slots, model.shape.vocab, model.device)
-        for owner, made in (("attend", workspace), ("sample", self._sample_workspace)):
+        workspaces = {"attend": self._workspace, "latent": self._latent_workspace, "sample": self._sample_workspace}
+        for owner, made in workspaces.items():
             for number, (_, tensor) in enumerate(tensors_of(made, "")):
                 self._buffers[f"{owner}.workspace.{number}"] = tensor
 
@@ -274,7 +282,7 @@ class FusedPlan:
         self._add_norm(at, part.norm, following, scale=layer.out_scale)
 
     def _halves(self, number: int, layer: Layer, following: Norm | None, scale: Tensor | None) -> None:
-        attention, mixer, mlp = attention_of(layer), layer.mixer, layer.mlp
+        attention, mixer, mlp = layer.attention, layer.mixer, layer.mlp
         at = f"layer.{number}"
         if attention is None and mixer is None:
             self._mlp(number, layer, following, scale)
@@ -286,7 +294,11 @@ class FusedPlan:
         if mixer is not None and stages is not None:
             into = with_factor(mixer.into, layer.mixer_in)
             self._product(f"{at}.mixer.in", "mixer", given, into, stages.into, norm=norm)
-        if attention is not None:
+        if isinstance(attention, LatentAttention):
+            assert not layer.parallel
+            expanded = self._attend_latent(at, attention, given, norm, layer.attention_in)
+            self._into_residual(f"{at}.out", "out", expanded, attention.out, layer.after_attention, then)
+        elif attention is not None:
             qkv = columns(self.step.qkv, attention.shape.qkv_width)
             attended = columns(self.step.attended, attention.shape.out_width)
             into_qkv = with_factor(attention.qkv, layer.attention_in)
@@ -343,6 +355,37 @@ class FusedPlan:
         if attention.shape.gated:
             opened = self._kernels.gate_heads(qkv, attended, heads, self._n_rows)
             self._add(f"{name}.gate", "attend", opened, ("qkv", "attended"), ("attended",))
+
+    def _attend_latent(
+        self, at: str, attention: LatentAttention, given: Tensor, norm: InputNorm | None, factor: float
+    ) -> Tensor:
+        """Latent attention up to what its last product takes in. The norm of compressed queries needs no node: their
+        product leaves partial sums of them."""
+        assert self._latent is not None
+        own, s, latent = self._latent.for_layer(attention.shape), attention.shape, self._latents[attention.layer]
+        into_query, q_norm = with_factor(attention.q_b, factor) if attention.q_a is None else attention.q_b, norm
+        inside = given
+        if attention.q_a is not None and attention.q_a_norm is not None:
+            low = with_factor(attention.q_a, factor)
+            self._product(f"{at}.q_a", "qkv", given, low, own.low, norm=norm, stats=own.low_stats)
+            inside, q_norm = own.low, InputNorm(own.low_stats, attention.q_a_norm.weight, None, attention.q_a_norm.eps)
+        self._product(f"{at}.q_b", "qkv", inside, into_query, own.heads, norm=q_norm)
+        self._product(f"{at}.kv_a", "qkv", given, with_factor(attention.kv_a, factor), own.row, norm=norm)
+        query = columns(self.step.qkv, s.n_heads * s.head_width)
+        seen = columns(self.step.attended, s.out_width)
+        names = {name: kept for name, kept in self._kept.items() if name.startswith(f"memory.{attention.layer}.")}
+        self._buffers |= names
+        kv = latent_kv_of(self._memory, attention.layer)
+        rows = StepRows.of(self._table, self._memory.group_of[attention.layer])
+        attend = self._kernels.attend_latent(query, seen, kv, rows, latent, self._latent_workspace)
+        scratch = tuple(name for name in self._buffers if name.startswith("latent.workspace"))
+        for stage in latent_stages(attention, latent, own, query, seen, kv, rows, self._kernels, attend):
+            reads, writes = (tuple(map(self._name_of, tensors)) for tensors in (stage.reads, stage.writes))
+            kept = (*names, *scratch) if stage.states else ()
+            name = f"{at}.{stage.name}"
+            weights = {name: stage.weights} if stage.weights is not None else None
+            self._add(name, "attend", stage.launch, (*reads, *kept), (*writes, *kept), weights)
+        return own.expanded
 
     def _mlp(self, number: int, layer: Layer, following: Norm | None, scale: Tensor | None) -> None:
         mlp, at = layer.mlp, f"layer.{number}"
@@ -535,7 +578,7 @@ class FusedPlan:
         **more: Any,
     ) -> None:
         """One launch for each weight type in the stack: its rows of the output, one part after the other."""
-        reads = [self._name_of(given), *([] if norm is None else ["stats"])]
+        reads = [self._name_of(given), *([] if norm is None else [self._name_of(norm.stats)])]
         target = self._name_of(out)
         writes = [target, *(self._name_of(t) for key, t in more.items() if key == "stats")]
         if more.get("prepared") is not None:
@@ -596,13 +639,6 @@ def plain_layer(layer: AnyLayer) -> Layer:
     if not isinstance(layer, Layer):
         raise InternalError(f"a GPU's kernels were given a layer of kind {type(layer).__name__} that they do not know")
     return layer
-
-
-def attention_of(layer: Layer) -> Attention | None:
-    """As the fused kernels take it."""
-    if isinstance(layer.attention, LatentAttention):
-        raise InternalError("a GPU's kernels were given latent attention, which they do not know")
-    return layer.attention
 
 
 def heads_of(model: Model, attention: Attention) -> Heads:

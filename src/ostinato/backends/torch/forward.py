@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ostinato.backends.torch.ops.attend import opened
 from ostinato.backends.torch.table import Ops
-from ostinato.backends.torch.weight import dtype_of
+from ostinato.backends.torch.weight import Weight, dense_of, dtype_of
 from ostinato.models.blocks import (
     MLP,
     AnyAttention,
@@ -83,6 +83,15 @@ def _queries_and_gates(s: AttentionShape, q: Tensor) -> tuple[Tensor, Tensor | N
         return queries.view(len(q), s.n_heads, -1), gates.view(len(q), s.n_heads, -1)
     q = q.view(len(q), s.n_heads, -1)
     return (q[..., : s.head_width], q[..., s.head_width :]) if s.gated else (q, None)
+
+
+def _through_heads(ops: Ops, weight: Weight | tuple[Weight, ...], x: Tensor) -> Tensor:
+    """x [rows, heads, in], each head times its own matrix, to [rows, heads, out]. The matrices are one tensor [heads,
+    out, in], packed on top of each other, or one for each head."""
+    if isinstance(weight, tuple):
+        return torch.stack([ops.linear(x[:, head], own, None) for head, own in enumerate(weight)], 1)
+    whole = weight.to(x.dtype) if isinstance(weight, Tensor) else dense_of(weight, x.dtype)
+    return torch.einsum("rhi,hoi->rho", x, whole.view(x.shape[1], -1, x.shape[2]))
 
 
 def _scaled(x: Tensor, factor: float) -> Tensor:
@@ -212,12 +221,12 @@ class Forward:
         q = through_linear(ops, block.q_b, inside).view(n, s.n_heads, -1)
         plain, turned = q[..., : latent.plain_width], q[..., latent.plain_width :]
         row, key = torch.split(through_linear(ops, block.kv_a, x), [latent.kv_rank, s.head_width - latent.kv_rank], -1)
-        q = torch.cat((turned, torch.einsum("rhp,hkp->rhk", plain, block.k_b)), -1)
+        q = torch.cat((turned, _through_heads(ops, block.k_b, plain)), -1)
         k = torch.cat((key, normed(ops, block.kv_a_norm, row)), -1).unsqueeze(1)
         if s.rope is not None:
             q, k = (ops.rope(heads, *self.angles[s.rope], s.rope.pairing) for heads in (q, k))
         seen = self.memory.attend(block, q, k, k[..., -s.value_width :])
-        expanded = torch.einsum("rhk,hvk->rhv", seen, block.v_b)
+        expanded = _through_heads(ops, block.v_b, seen)
         return through_linear(ops, block.out, expanded.flatten(1))
 
     def _qk_normed(self, block: Attention, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

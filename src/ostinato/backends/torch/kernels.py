@@ -18,6 +18,12 @@ from ostinato.backends.torch.ops.chunk_attention import append_chunk_torch, chun
 from ostinato.backends.torch.ops.embed import embed_torch
 from ostinato.backends.torch.ops.gemm import gemm_torch
 from ostinato.backends.torch.ops.join_parts import join_parts_torch
+from ostinato.backends.torch.ops.latent import (
+    attend_latent_chunk_torch,
+    attend_latent_torch,
+    heads_product_torch,
+    latent_rows_torch,
+)
 from ostinato.backends.torch.ops.logprobs import logprobs_torch
 from ostinato.backends.torch.ops.matmul import experts_down_torch, experts_gate_up_torch, matmul_torch, route_rows_torch
 from ostinato.backends.torch.ops.norm import norm_rows_torch
@@ -76,6 +82,12 @@ class Kernels:
     short_conv_runs: Bind
     gate_heads: Bind
     join_parts: Bind
+    # Of latent attention
+    latent_rows: Bind
+    heads_product: Bind
+    attend_latent: Bind
+    attend_latent_chunk: Bind
+    latent_workspace: Callable[..., Any]
 
 
 def twin_kernels() -> Kernels:
@@ -83,6 +95,12 @@ def twin_kernels() -> Kernels:
 
     def attend(qkv: Any, seen: Any, kv: Any, rows: Any, heads: Any, workspace: Any) -> Launch:
         return partial(attend_torch, qkv, seen, kv, rows, heads)
+
+    def attend_latent(query: Any, seen: Any, kv: Any, rows: Any, latent: Any, workspace: Any) -> Launch:
+        return partial(attend_latent_torch, query, seen, kv, rows, latent)
+
+    def heads_product(*given: Any, step: bool, **more: Any) -> Launch:
+        return partial(heads_product_torch, *given, **more)
 
     def sample(logits: Any, table: Any, workspace: Any, rows: Any, **more: Any) -> list[tuple[str, Launch]]:
         return [("choose", partial(sample_step_torch, logits, table, rows, **more))]
@@ -115,4 +133,9 @@ def twin_kernels() -> Kernels:
         short_conv_runs=partial(partial, short_conv_runs_torch),
         gate_heads=partial(partial, gate_heads_torch),
         join_parts=partial(partial, join_parts_torch),
+        latent_rows=partial(partial, latent_rows_torch),
+        heads_product=heads_product,
+        attend_latent=attend_latent,
+        attend_latent_chunk=partial(partial, attend_latent_chunk_torch),
+        latent_workspace=lambda *_: None,
     )

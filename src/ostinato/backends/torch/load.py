@@ -93,9 +93,12 @@ class DenseLoader:
             self.into(name, whole[:, number * width : (number + 1) * width])
         return whole
 
-    def head_matrices(self, reference: HeadMatrices) -> Tensor:
-        """[n_heads, rows, cols], dense in every layout: they are few."""
-        out = self.allocate(reference.shape, self.dtype, self.device)
+    def head_matrices(self, reference: HeadMatrices) -> Weight:
+        """[n_heads, rows, cols]."""
+        return self.dense_heads(reference, self.dtype)
+
+    def dense_heads(self, reference: HeadMatrices, dtype: torch.dtype) -> Tensor:
+        out = self.allocate(reference.shape, dtype, self.device)
         self._heads.append((reference, out))
         return out
 

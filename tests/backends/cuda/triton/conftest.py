@@ -24,7 +24,7 @@ def sums_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _matmul_in_order(a: NDArray[Any], b: NDArray[Any], dtype: Any = None) -> NDArray[Any]:
-    total = np.zeros((a.shape[0], b.shape[1]), dtype)
-    for column in range(a.shape[1]):
-        total += np.multiply(a[:, column, None], b[column], dtype=dtype)
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), dtype)
+    for column in range(a.shape[-1]):
+        total += np.multiply(a[..., column, None], b[..., column, None, :], dtype=dtype)
     return total

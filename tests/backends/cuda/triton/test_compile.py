@@ -28,7 +28,7 @@ from tests.counts import soaking
 WITH_CASES = ["tests.backends.cuda.triton.test_compile", "tests.backends.tape.test_unpack"]
 WHOLE = [
     f"tests.backends.cuda.triton.test_{name}"
-    for name in ("add_norm", "attend", "chunk_attention", "embed", "logprobs", "norm", "runs", "sample")
+    for name in ("add_norm", "attend", "chunk_attention", "embed", "latent", "logprobs", "norm", "runs", "sample")
 ]
 TARGETS = {"hopper": ("cuda", 90, 32), "cdna3": ("hip", "gfx942", 64)}
 # Slow to compile where they are converted number by number, and nothing that others have not.
