@@ -16,7 +16,7 @@ from torch import Tensor
 from ostinato.loop.layout import Layout
 from tests.backends.tape.emulator import Program, compiled, constants
 
-TYPES: Final = {"f32": "TYPE_F32", "f16": "TYPE_F16", "bf16": "TYPE_BF16", "q8_0": "TYPE_BF16"}
+TYPES: Final = {"f32": "TYPE_F32", "f16": "TYPE_F16", "bf16": "TYPE_BF16"}
 
 _SHAPE: Final[Mapping[str, int | str]] = {
     "N_BLOCKS": 2,

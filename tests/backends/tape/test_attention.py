@@ -142,7 +142,7 @@ class Case:
             "ROPE_AMPLITUDE": f"{float(self.amplitude)}f",
             "SPLITS": self.splits,
             "ACTIVATION_BF16": 0,
-            "KEPT": TYPES[self.store],
+            "KEPT": TYPES.get(self.store, "TYPE_BF16"),
             "KEPT_Q8": int(self.store == "q8_0"),
             "HAS_QK_NORM": int(self.normed),
         }

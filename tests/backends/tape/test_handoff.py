@@ -224,7 +224,7 @@ def test_a_normed_row_is_the_same_alone_and_among_neighbours(build: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("kept", TYPES)
 def test_layer_0_takes_the_embedding_of_the_rows_token(kept: str) -> None:
     dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[kept]
     g = torch.Generator().manual_seed(3)
