@@ -20,6 +20,7 @@ from ostinato.text.answer import AnswerReader
 from ostinato.text.automaton import AutomatonMatcher, GrammarMasks, Trie, of_rule
 from ostinato.text.call_schema import read_value
 from ostinato.text.channels import ChannelParser
+from ostinato.text.reasoning import Reasoning
 from ostinato.text.tools import _SHAPES, FormatName, Tool, ToolFormat
 from tests.counts import soak
 from tests.text.oracle import Vocabulary
@@ -287,6 +288,22 @@ def test_what_muse_glimmer_thinks_is_free() -> None:
     assert follows(how, again, tools=TOOLS) == "ends"
     assert [name for name, _ in calls_in(how, again, random.Random(0))[1]] == ["look", "look"]
     assert follows(how, again, tools=TOOLS, parallel=False).startswith(">\n<atem:invoke")
+
+
+@pytest.mark.parametrize("prompt", ["Hi", "Hi <think>"])
+@pytest.mark.parametrize("name", ["tags", "seed", "key-tags", "python", "gemma"])
+def test_what_is_thought_before_a_call_is_free(name: FormatName, prompt: str) -> None:
+    words, how = words_of(name, True)
+    reasoning = Reasoning("<think>", "</think>", ("<think>", "</think>"), {})
+    rule = reasoning.before(Sampling(grammar=grammar_of(how)), prompt, calls=True).rule
+    assert rule is not None
+    masks = GrammarMasks(of_rule(rule), words.trie, len(words.tokens))
+    begin = "" if prompt.endswith("<think>") else "<think>"
+    for city, fits in (("Rome", True), ("Firenze", False)):
+        position = masks.begin()
+        answer = f"{begin}I call 3d{{</think>\n{''.join(WRITTEN[name]).replace('Rome', city)}"
+        assert all(masks.take(position, id) for id in tokens_of(words, answer)) is fits
+        assert masks.ends(position) is fits
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "harmony"])
