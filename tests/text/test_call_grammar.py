@@ -373,6 +373,7 @@ def test_a_bare_text_is_read_as_its_schema_says(text: str, schema: Any, value: A
     assert type(found) is type(value)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize(("name", "special"), CASES)
 def test_what_the_grammar_allows_is_read_and_validates(name: FormatName, parallel: bool, special: bool) -> None:
@@ -401,6 +402,7 @@ def test_what_the_grammar_allows_is_read_and_validates(name: FormatName, paralle
     assert bool(several) == (parallel and name != "harmony")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("name", "special"), CASES)
 def test_masks_of_optional_calls_are_those_of_the_oracle(name: FormatName, special: bool) -> None:
     words, how = words_of(name, special)
