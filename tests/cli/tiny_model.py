@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,19 +79,23 @@ def without_template(metadata: dict[str, Any]) -> None:
 def of_channels(metadata: dict[str, Any]) -> None:
     """A model that writes messages with headers, as gpt-oss does; their markers are control tokens in place of the last
     merges."""
-    markers = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
-    for name, values in (
-        ("tokenizer.ggml.tokens", markers),
-        ("tokenizer.ggml.token_type", [gguf.TokenType.CONTROL] * len(markers)),
-    ):
-        metadata[name].value[-len(markers) :] = values
-    del metadata["tokenizer.ggml.merges"].value[-len(markers) :]
+    with_control_tokens_of(metadata, ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"))
     metadata["tokenizer.ggml.eos_token_id"].value = VOCAB - 2
     metadata["tokenizer.chat_template"].value = (
         "{% for message in messages %}<|start|>{{ message.role }}"
         "{{ '<|channel|>final' if message.role == 'assistant' }}<|message|>{{ message.content }}<|end|>{% endfor %}"
         "<|start|>assistant"
     )
+
+
+def with_control_tokens_of(metadata: dict[str, Any], markers: Sequence[str]) -> None:
+    """Markers as control tokens in place of the last merges."""
+    for name, values in (
+        ("tokenizer.ggml.tokens", markers),
+        ("tokenizer.ggml.token_type", [gguf.TokenType.CONTROL] * len(markers)),
+    ):
+        metadata[name].value[-len(markers) :] = values
+    del metadata["tokenizer.ggml.merges"].value[-len(markers) :]
 
 
 def script(tokenizer: Tokenizer, text: str) -> str:

@@ -15,7 +15,7 @@ import torch
 from ostinato import Sampling, Timings
 from tests.cli import tiny_model
 from tests.serve.running import Running, serving
-from tests.text.test_tools import HARMONY
+from tests.text.test_tools import HARMONY, STYLES
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 FEW: Any = {"model": "tiny", "max_tokens": 12, "seed": 3}
@@ -390,3 +390,39 @@ def test_a_model_of_channels_calls_and_answers_by_a_schema_streamed_or_not(tmp_p
         assert [one.function.arguments for one in streamed] == [calls[0].function.arguments]
         said = client.chat.completions.create(messages=HELLO, response_format=schema, **{**FEW, "max_tokens": 400})  # type: ignore[call-overload]
         assert said.choices[0].message.content in ("true", "false")
+
+
+@pytest.mark.parametrize(
+    ("name", "markers", "path"),
+    [
+        ("python", ("<|tool_call_end|>", "<|tool_call_start|>"), "device+stack"),
+        ("gemma", ("<tool_call|>", '<|"|>', "<|tool_call>"), "device+stack"),
+        ("tags", (), "device+stack"),
+        ("harmony", ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"), "device+stack"),
+    ],
+)
+def test_an_optional_call_follows_its_schema_in_the_format_of_the_model(
+    tmp_path: Path, name: str, markers: tuple[str, ...], path: str
+) -> None:
+    """Where one control token opens calls, the model is pushed to it; the grammar does the rest."""
+
+    def change(metadata: dict[str, Any]) -> None:
+        if markers:
+            tiny_model.with_control_tokens_of(metadata, markers)
+        metadata["tokenizer.chat_template"].value = STYLES[name]
+
+    model = tiny_model.write(tmp_path / "tiny.gguf", context=1024, change=change)
+    with serving(model, llm={"context": 1024, "slots": 1}) as server:
+        assert server.service.tool_format.name == name
+        body: Any = {"messages": HELLO, "tools": TOOLS, "parallel_tool_calls": False, **FEW, "max_tokens": 100}
+        if name in ("python", "gemma"):
+            body["logit_bias"] = {str(tiny_model.VOCAB - 1): 100, str(server.llm.tokenizer.eos_id): 50}
+        reply = server.post("/v1/chat/completions", body)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["timings"]["grammar"] == path
+        if name in ("python", "gemma"):
+            (choice,) = reply.json()["choices"]
+            assert choice["finish_reason"] == "tool_calls"
+            (call,) = choice["message"]["tool_calls"]
+            assert call["function"]["name"] == "look"
+            assert json.loads(call["function"]["arguments"]) in ({"far": True}, {"far": False})

@@ -636,6 +636,9 @@ HOSTILE = {
     "repeats of repeats": Rule("regex", "(a{1,1000}|b){1,1000}"),
     "many repeats": Rule("regex", "|".join(f"[a-{chr(98 + i % 20)}]{{{i},900}}x{i}" for i in range(300))),
     "many members": schema_rule({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}),
+    "a chain of rules": Rule(
+        "grammar", "start: r0\n" + "\n".join(f"r{i}: r{i + 1}?" for i in range(3000)) + '\nr3000: "a"'
+    ),
     "two trees": schema_rule(
         {
             "anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],

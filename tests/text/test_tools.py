@@ -319,11 +319,6 @@ def test_a_schema_that_cannot_be_followed_leaves_an_optional_call_any_object() -
         how.grammar([odd], "required")
 
 
-@pytest.mark.parametrize("name", ["tags", "seed", "key-tags", "atem", "python", "gemma", "harmony"])
-def test_formats_that_are_no_json_leave_optional_calls_free(name: FormatName) -> None:
-    assert ToolFormat(name, (), {}).triggered_grammar(TOOLS) is None
-
-
 # Into the prompt
 
 

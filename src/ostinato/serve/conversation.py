@@ -209,14 +209,20 @@ def _triggered(
 ) -> Sampling | None:
     """The sampling whose optional calls follow their functions' schemas; None where the loop cannot follow that by
     itself: then they are unconstrained, since masks of the host would delay every token."""
-    if not llm.loop_follows():
+    if not llm.loop_follows() or (asked.continues and speaks.writes_messages):
         return None
-    rule = speaks.triggered_grammar(asked.tools, parallel=asked.parallel)
-    try:
-        made = None if rule is None else after_thinking(replace(asked.sampling, grammar=rule))
-    except BadOption:  # it is too long
-        return None
-    return made if made is not None and llm.loop_follows(made) else None
+    for loose in (False, True):  # with all schemas it may be too long, or take too many states
+        rule = speaks.triggered_grammar(asked.tools, parallel=asked.parallel, loose=loose)
+        if rule is None:
+            return None
+        try:
+            made = replace(asked.sampling, grammar=rule)
+            made = made if speaks.writes_messages else after_thinking(made)  # messages hold the reasoning already
+        except BadOption:  # it is too long
+            continue
+        if llm.loop_follows(made):
+            return made
+    return None
 
 
 def effort_options(template: ChatTemplate | None, effort: str) -> dict[str, Any] | None:

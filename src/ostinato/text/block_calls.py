@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ostinato.text.answer import CallDelta, Delta
+from ostinato.text.call_schema import read_value
 from ostinato.text.literals import Literals, as_json
 from ostinato.text.stream import open_end
 
@@ -106,12 +107,15 @@ def _tags(
             if found is None:
                 return None
             name = found["name"].strip()
-            kinds = schemas.get(name, {}).get("properties")
-            kinds = kinds if isinstance(kinds, Mapping) else {}
+            schema = schemas.get(name, {})
+            properties = schema.get("properties")
+            properties = properties if isinstance(properties, Mapping) else {}
+            other = schema.get("additionalProperties")
             pairs = [(key.strip(), value) for key, value in one_parameter.findall(found["body"])]
             if not (pairs or any_name or name in schemas):
                 return None
-            calls.append((name, {key: _value(value, kinds.get(key)) for key, value in pairs}))
+            arguments = {key: read_value(value, properties.get(key, other), schema) for key, value in pairs}
+            calls.append((name, arguments))
             text = text[found.end() :].strip().removeprefix(outer[0]).strip()
         return calls or None
 
@@ -134,15 +138,6 @@ def _named_calls(objects: list[Any]) -> Calls | None:
             return None
         calls.append((name, one.get("arguments", {})))
     return calls or None
-
-
-def _value(text: str, schema: Any) -> Any:
-    if isinstance(schema, Mapping) and schema.get("type") == "string":
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 _FUNCTION: Final = r"<function=(?P<name>[^>]+)>(?P<body>.*?)</function>"
@@ -178,7 +173,7 @@ def _python_calls(block: str, _: Schemas) -> Calls | None:
             return _named_calls(objects) if text.at_end else None
         calls: Calls = []
         while not text.takes("]"):
-            name = text.word()
+            name = text.name()
             text.expect("(")
             calls.append((name, text.members("=", ")")))
             if not text.takes(","):
@@ -196,7 +191,7 @@ def _gemma_calls(block: str, _: Schemas) -> Calls | None:
     try:
         while not text.at_end:
             text.expect("call:")
-            name = text.word()
+            name = text.name()
             text.expect("{")
             calls.append((name, text.members(":", "}")))
     except ValueError:

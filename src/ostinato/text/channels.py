@@ -19,7 +19,7 @@ MARKERS: Final = (
 CALL_BEGIN: Final = "<|start|>assistant to=functions."
 CALL_HEADER: Final = "<|channel|>commentary json<|message|>"
 _MESSAGE: Final = "<|message|>"
-_ENDS: Final = ("<|end|>", "<|return|>", "<|call|>", "<|eom|>", "<|eot|>", "<|start|>")
+ENDS: Final = ("<|end|>", "<|return|>", "<|call|>", "<|eom|>", "<|eot|>", "<|start|>")
 _MAX_HEADER: Final = 300  # characters; a longer text without a marker is no header
 _WORD: Final = r"[\w.:-]+"
 _HEADER: Final = re.compile(
@@ -54,8 +54,8 @@ class ChannelParser:
         while self._buffer:
             if self._kind is None and not self._read_header(last, deltas):
                 break
-            at, end = min(((self._buffer.find(e), e) for e in _ENDS if e in self._buffer), default=(-1, ""))
-            keep = 0 if last else open_end(self._buffer, _ENDS)
+            at, end = min(((self._buffer.find(e), e) for e in ENDS if e in self._buffer), default=(-1, ""))
+            keep = 0 if last else open_end(self._buffer, ENDS)
             text = self._buffer[: at if at >= 0 else len(self._buffer) - keep]
             deltas += self._delta(text)
             self._buffer = self._buffer[len(text) + len(end) :]

@@ -228,16 +228,16 @@ def as_lark(rule: Rule) -> str:
     match rule.kind:
         case "regex":
             # Digits are 0 to 9: `\d` is not meant to match those of every script.
-            return f"start: /{_in_slashes(ascii_classes(rule.text, 'd'))}/"
+            return f"start: /{in_slashes(ascii_classes(rule.text, 'd'))}/"
         case "choice":
             return "start: " + " | ".join(map(literal, json.loads(rule.text)))
     return _from_gbnf(rule.text)
 
 
-def _in_slashes(pattern: str) -> str:
+def in_slashes(pattern: str) -> str:
     r"""A pattern as Lark writes it between slashes, on one line.
 
-    >>> _in_slashes("a/b\\/c")
+    >>> in_slashes("a/b\\/c")
     'a\\/b\\/c'
     """
     written = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\t": r"\t"}

@@ -52,7 +52,10 @@ class _LarkRule:
 def lark_node(program: Program, text: str, json_node: JsonNode, others: Mapping[str, Callable[[], int]]) -> int:
     """The texts of a grammar as a node of `program`; `others` make the grammars that it may refer to. BadOption where
     it has more than is read here."""
-    return _LarkReader(program, _tokens(text), json_node, others).root()
+    try:
+        return _LarkReader(program, _tokens(text), json_node, others).root()
+    except RecursionError:
+        raise BadOption("its rules refer to one another too deep") from None
 
 
 def _tokens(text: str) -> list[_Token]:

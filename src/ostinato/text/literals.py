@@ -15,6 +15,7 @@ GEMMA_QUOTE: Final = '<|"|>'
 MAX_DEPTH: Final = 64
 _WORDS: Final = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 _WORD: Final = re.compile(r"[^\W\d][\w.-]*")
+_FUNCTION: Final = re.compile(r"[\w.-]+")
 _NUMBER: Final = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _BLANK: Final = re.compile(r"\s*")
 _STRING: Final = re.compile(r"""'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)\"""", re.DOTALL)
@@ -51,8 +52,12 @@ class Literals:
         if not self.takes(sign):
             raise ValueError(f"no {sign!r} at {self._at}")
 
+    def name(self) -> str:
+        """Read the name of a function, which may begin with a digit."""
+        return self._matched(_FUNCTION)[0]
+
     def word(self) -> str:
-        """Read a name."""
+        """Read a word: a name of an argument, or a value such as `true`."""
         return self._matched(_WORD)[0]
 
     def value(self, depth: int = 0) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from ostinato.errors import BadInput, BadOption, quoted
 from ostinato.options import Rule
-from ostinato.text import block_calls, channels
+from ostinato.text import block_calls, call_grammar, channels
 from ostinato.text.answer import Parser
 from ostinato.text.block_calls import GEMMA_MARKERS, PYTHON_MARKERS, BlockCalls, BlockForm
 from ostinato.text.call_parser import JsonCalls
@@ -254,13 +254,20 @@ class ToolFormat:
             lines.append("start: calls")
         return "\n".join(lines)
 
-    def triggered_grammar(self, tools: Sequence[Tool], *, parallel: bool = True) -> str | None:
+    @property
+    def writes_messages(self) -> bool:
+        """Whether an answer is messages with headers, of which reasoning is one."""
+        return _SHAPES[self.name].single
+
+    def triggered_grammar(self, tools: Sequence[Tool], *, parallel: bool = True, loose: bool = False) -> str | None:
         """For `Sampling(grammar=...)` where the model may call: any text, and from what begins a call on, that call
-        with arguments that follow its function's schema. None for a format whose calls are no JSON, or are messages of
-        their own."""
+        with arguments that follow its function's schema, or with `loose` any arguments. None where the format's
+        messages cannot be told from text."""
         shape = _SHAPES[self.name]
         if self.name in _BLOCKS or shape.single:
-            return None
+            functions = {tool.name: _closed(tool.parameters) for tool in tools}
+            tokens = call_grammar.Tokens(self.special, self.other_control)
+            return call_grammar.triggered(self.name, functions, tokens, parallel=parallel, loose=loose)
         opening = shape.first or shape.begin
         marker = next((marker for marker in shape.markers if opening.startswith(marker)), None)
         again = "*" if parallel else "?"
@@ -279,19 +286,19 @@ class ToolFormat:
             lines += [f"start: ({before} begin calls){again} {before} OTHER", f"begin[suffix={literal(marker)}]: ANY"]
             lines.append(f"OTHER: ANY & ~(ANY {literal(marker)} ANY)")
         several = parallel and (marker is None or bool(shape.first))
-        return "\n".join([*lines, *self._call_rules(shape, tools, several=several, any_object=True)])
+        return "\n".join([*lines, *self._call_rules(shape, tools, several=several, any_object=True, loose=loose)])
 
     def _call_rules(
-        self, shape: _Shape, tools: Sequence[Tool], *, several: bool, any_object: bool = False
+        self, shape: _Shape, tools: Sequence[Tool], *, several: bool, any_object: bool = False, loose: bool = False
     ) -> list[str]:
         """Rules named `calls` and `call`, in Lark as llguidance reads it. A schema that cannot be followed is refused,
-        or with `any_object` replaced by any object."""
+        or with `any_object` replaced by any object, as with `loose` every schema is."""
         rules = []
         for number, tool in enumerate(tools):
             begin = self._text(shape.begin.replace("NAME", tool.name))
             rules.append(f"call_{number}: {begin} args_{number} {self._text(shape.end)}".rstrip())
             name = f"tools[{number}].function.parameters of {tool.name!r}"
-            if any_object and not _can_be_followed(json.dumps(_closed(tool.parameters))):
+            if loose or (any_object and not _can_be_followed(json.dumps(_closed(tool.parameters)))):
                 schema = _json({"type": "object"})
             else:
                 schema = _json(_closed(tool.parameters), name)
