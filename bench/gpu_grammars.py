@@ -79,17 +79,17 @@ def prompt_of(model: Model, seed: int) -> list[int]:
 def grammar_tokens(device: str, *, mode: str, name: str, type: str, n_tokens: int) -> Iterator[Record]:
     """Every rule, greedy and sampled, by the loop and under the host's masks; then all of them at once, by the loop."""
     model = model_on(name, type, device)
-    wishes = [asked(n_tokens, temperature=t, **rule) for rule in RULES.values() for t in (0.0, 1.0)]
+    samplings = [asked(n_tokens, temperature=t, **rule) for rule in RULES.values() for t in (0.0, 1.0)]
     with engine_of(model, type, mode) as engine, engine_of(model, type, mode, by_host=True) as other:
         ours, theirs = (
-            [_told(where.submit(prompt_of(model, seed), wish)) for seed, wish in enumerate(wishes)]
+            [_told(where.submit(prompt_of(model, seed), sampling)) for seed, sampling in enumerate(samplings)]
             for where in (engine, other)
         )
-        together = [engine.submit(prompt_of(model, seed), wish) for seed, wish in enumerate(wishes)]
+        together = [engine.submit(prompt_of(model, seed), sampling) for seed, sampling in enumerate(samplings)]
         at_once = [_told(request) for request in together]
     yield {
         "what": "tokens",
-        "n": len(wishes),
+        "n": len(samplings),
         "wrong": sum(one[1:] != two[1:] for one, two in zip(ours, theirs, strict=True)),
         "wrong_at_once": sum(one != two for one, two in zip(ours, at_once, strict=True)),
         "paths": dict(Counter(str(one[0]) for one in ours)),

@@ -113,6 +113,7 @@ def test_a_chip_on_which_a_release_ran_has_passed_and_a_failed_result_is_removed
 
     settled = Settled("cuda:0", "cuda", "loop", "bfloat16", "bf16", 256)
     assert has_passed(settled, replace(CARD, capability="9.0"))
+    assert not has_passed(settled, replace(CARD, capability="9.0", family="deepseek2"))  # whose kernels never ran
     assert not has_passed(settled, CARD)
     passed = Check("loop", "eager", "bits", 1, 0.1, None, {})
     verified.keep(CARD, VerifyReport((passed,), {}), "m", print, modes=verified.RECORDED)

@@ -85,7 +85,7 @@ def test_a_profile_has_the_time_and_the_weights_of_each_kind(bench: Bench, mode:
     profile = bench.profile(batch=2, depth=5, n_steps=3, mode=mode)
     assert profile.mode == mode
     assert [(kind.kind, kind.n_nodes) for kind in profile.kinds] == [
-        ("embed", 1), ("layer", 2), ("head", 1), ("sample", 1)
+        ("embed", 1), ("layer", 2), ("head", 1), ("masks", 1), ("sample", 1)
     ]  # fmt: skip
     assert all(kind.microseconds > 0 for kind in profile.kinds)
     by_kind = {kind.kind: kind.weight_bytes for kind in profile.kinds}

@@ -17,7 +17,7 @@ from ostinato.cli.bare import Bare, opened_bare
 from ostinato.cli.output import talk
 from ostinato.engine import verified
 from ostinato.engine.checks import Check, VerifyReport
-from ostinato.engine.known_cards import PERSISTENT_FAMILIES, has_run, kind_of_kernel
+from ostinato.engine.known_cards import NOT_RUN, PERSISTENT_FAMILIES, has_run, kind_of_kernel
 from ostinato.engine.request import check_generates
 from ostinato.errors import OstinatoError
 from ostinato.extras import why_missing
@@ -92,7 +92,7 @@ def has_passed(settled: Settled, card: VerifiedCard) -> bool:
     major, minor = card.capability.split(".")
     ran, passed = has_run((int(major), int(minor))), verified.verified_families(card, talk).get(settled.mode, ())
     if settled.mode not in verified.NEED_VERIFICATION:
-        return ran or bool(passed)
+        return card.family in passed if card.family in NOT_RUN else ran or bool(passed)
     return (ran and card.family in PERSISTENT_FAMILIES) or card.family in passed
 
 

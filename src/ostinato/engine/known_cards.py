@@ -49,6 +49,7 @@ KNOWN: Final[Mapping[tuple[int, int], KnownCards]] = MappingProxyType(
 )
 # Families for which `auto` takes `persistent` on such cards. It supports others too, which were emulated only.
 PERSISTENT_FAMILIES: Final = frozenset({"llama", "qwen2", "qwen3", "qwen3vl", "phi3", "ernie4_5", "seed_oss"})
+NOT_RUN: Final = frozenset({"deepseek2"})  # families whose CUDA kernels have run on no card yet
 REFUSED: Final = ("T4, RTX 20, V100 and older", "sm_75 and older", "none", "refused by name", "")
 
 

@@ -8,7 +8,7 @@
 #include "layout.h"
 
 #if defined(__CUDACC__)
-#define GRAMMAR_CALL static __device__ __noinline__  // code that is there once
+#define GRAMMAR_CALL static __device__ __noinline__  // one copy of the code
 #else
 #define GRAMMAR_CALL static inline
 #endif
@@ -60,7 +60,7 @@ GRAMMAR_CALL int apply_ends(const View& view, int slot, unsigned* bits, int n_wo
     }
     const bool is_short = TABLE_made(view)[slot] < TABLE_ends_from(view)[slot];
     const int n_unwanted = is_short ? n_stop : TABLE_ends_ignored(view)[slot] ? n_ends : 0;
-    unsigned banned = 0;  // by number
+    unsigned banned = 0;  // bit i: stops[i] was taken out
     for (int i = 0; i < n_unwanted; ++i) {
         if (!has_token(bits, n_words, stops[i])) continue;
         bits[stops[i] >> 5] &= ~(1u << (stops[i] & 31));

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ostinato.loop.layout import Arena, Tables
     from ostinato.text.automaton import Automaton, Trie
 
-GRAMMAR_BYTES: Final = 64 << 20  # at most; used as grammars come
+GRAMMAR_BYTES: Final = 64 << 20  # at most; on a CPU taken as grammars come, on a GPU at once
 _HEAD_WORDS: Final = 64  # the first of which says where the vocabulary lies
 _ALIGNMENT: Final = 16  # words
 

@@ -378,8 +378,8 @@ BOUNDARY_FN void gather_rows(BoundaryState& boundary, const View& view) {
 #if defined(MASKS_BY_BLOCKS)
 // --- phase 5: which rows have a mask that is kept; `step_masks.h` finds the others ---
 
-// Here and not where masks are found: one block looks while none writes. The clock counts steps, so a mask that is used
-// in this step is younger than any other, and does not give way in it.
+// Here and not where masks are found: one block looks while none writes. The clock counts steps. `step_masks.h` copies
+// kept masks before it keeps others, so none is overwritten while it is read.
 BOUNDARY_FN void find_kept_masks(const BoundaryState& boundary, const View& view, int clock) {
     ONE *TABLE_finds_masks(view) = 0;
     SYNC();

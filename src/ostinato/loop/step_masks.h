@@ -19,7 +19,8 @@
 #define POPULATION(word) __popc(word)
 #define ADD_SHARED(place, value) atomicAdd(place, value)
 #define LOWER(place, value) atomicMin(place, value)
-// Whoever adds later sees what was written before by those who added earlier, and by the threads that they have met.
+// A thread that adds later sees everything that threads which added earlier, and the threads of their blocks before the
+// last SYNC, had written.
 BOUNDARY_FN int add_in_order(int* place, int value) {
     int before;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(place), "r"(value) : "memory");
@@ -37,6 +38,7 @@ BOUNDARY_FN void unlock(int* lock) { asm volatile("st.release.gpu.global.b32 [%0
 struct MaskWork {
     int is_last[MAX_SLOTS];  // by row: this block was the last one
     int n_allowed, place;
+    int is_kept;  // another row has kept the same mask in this step
 };
 
 // Tokens 32 * word to 32 * word + 31, by the lanes of a warp together. `lowest` goes down to the depth to which this
@@ -73,19 +75,32 @@ BOUNDARY_FN void find_words(const View& view, int slot, int part, int n_parts) {
     if (lowest < depth) LOWER(TABLE_mask_lowest(view) + slot, lowest);
 }
 
-// Of two rows of one grammar that come at once, one is kept.
+// Rows at the same position have the same mask, which is kept once. A block that finds the lock taken keeps none.
 BOUNDARY_FN void keep_mask(const View& view, int slot, MaskWork& work) {
-    const int *automaton = automaton_of(view, slot), n_words = MASK_WORDS(view);
+    const int *automaton = automaton_of(view, slot), *vocabulary = vocabulary_of(view), n_words = MASK_WORDS(view);
+    const int* position = position_in_grammar(view, slot);
     int* kept = kept_masks_of(automaton);
-    ONE work.place = try_lock(kept + grammar::KEPT_LOCK) ? grammar::place_to_keep(kept) : -1;
+    ONE {
+        work.place = try_lock(kept + grammar::KEPT_LOCK) ? 0 : -1;
+        work.is_kept = 0;
+    }
     SYNC();
     if (work.place < 0) return;
+    FOR_EACH(i, kept[grammar::KEPT_N]) {
+        if (grammar::is_mask_of(automaton, vocabulary, kept, i, position)) work.is_kept = 1;
+    }
+    SYNC();
+    if (work.is_kept) {
+        ONE unlock(kept + grammar::KEPT_LOCK);
+        return;
+    }
+    ONE work.place = grammar::place_to_keep(kept);
+    SYNC();
     int* mask = grammar::kept_mask(kept, work.place);
     const unsigned* bits = mask_of(view, slot);
     FOR_EACH(word, n_words) mask[grammar::MASK_BITS + word] = (int)bits[word];
     ONE {
-        const int *position = position_in_grammar(view, slot), lowest = TABLE_mask_lowest(view)[slot];
-        grammar::set_position(automaton, vocabulary_of(view), kept, work.place, position, lowest);
+        grammar::set_position(automaton, vocabulary, kept, work.place, position, TABLE_mask_lowest(view)[slot]);
         mask[grammar::MASK_USED] = kept[grammar::KEPT_CLOCK];
     }
     SYNC();

@@ -38,7 +38,7 @@ from ostinato.errors import NotWarmed
 from ostinato.lab.random_weights import RandomFile
 from ostinato.models.shape import Shape
 from ostinato.models.tensors import TensorTable
-from tests.backends.families import FAMILIES, RECURRENT, family_model
+from tests.backends.families import FAMILIES, LATENT, RECURRENT, family_model
 from tests.backends.tape.models import shape_of
 
 CPU = torch.device("cpu")
@@ -168,7 +168,7 @@ def both_phases(case: Case) -> dict[str, Any]:
 
 
 def cases() -> Iterator[Case]:
-    for family in (*FAMILIES, *RECURRENT):
+    for family in (*FAMILIES, *RECURRENT, *LATENT):
         yield Case(family, family_model(family).shape, "q4_0")
     wide = shape_of(hidden=256, ff_width=512, vocab=203)
     yield Case("K types", wide, "q4_k_m")

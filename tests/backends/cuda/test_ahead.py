@@ -26,10 +26,12 @@ from ostinato.engine.load import load_model
 from ostinato.errors import HardwareCannot
 from ostinato.files.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.registry import read_shape
-from tests.backends.families import FAMILIES, RECURRENT
+from tests.backends.families import FAMILIES, LATENT, RECURRENT
 
 ROOT = Path(__file__).parents[3]
-ON_A_GPU = Settled("cuda:0", "cuda", "loop", "bfloat16", "bf16", 64, n_slots=2, n_pages=2, weights="packed")
+ON_A_GPU = Settled(
+    "cuda:0", "cuda", "loop", "bfloat16", "bf16", 64, n_slots=2, n_pages=2, weights="packed", grammar_bytes=1 << 20
+)
 ON_THE_TAPE = replace(ON_A_GPU, backend="tape", mode="persistent")
 
 
@@ -76,14 +78,15 @@ def load(file: Path, settled: Settled) -> None:
 def test_everything_is_compiled_before_memory_for_weights_is_claimed(card: GpuOfNames, tiny_gguf: Path) -> None:
     with pytest.raises(ClaimedError):
         load(tiny_gguf, ON_A_GPU)
-    *kernels, boundary, last = card.noted
-    assert (boundary, last) == ("step_boundary.cu", "memory for weights")
+    *kernels, boundary, masks, last = card.noted
+    assert (boundary, masks, last) == ("step_boundary.cu", "step_masks.cu", "memory for weights")
     assert {"matmul_kernel", "attend_kernel", "choose_kernel"} <= set(kernels)  # of a step
     assert {"gemm_kernel", "chunk_attention_kernel", "logprobs_kernel"} <= set(kernels)  # of prompts and outputs
     card.noted.clear()
     with pytest.raises(ClaimedError):  # a second engine of the process
         load(tiny_gguf, ON_A_GPU)
-    assert card.noted == ["step_boundary.cu", "memory for weights"]  # of which the first is kept by its bytes (E-8)
+    # Of which the first two are kept by their bytes (E-8).
+    assert card.noted == ["step_boundary.cu", "step_masks.cu", "memory for weights"]
 
 
 def test_an_llm_compiles_its_sampler_for_the_tokens_of_its_tokenizer(
@@ -208,7 +211,7 @@ def test_what_is_compiled_ahead_is_what_an_engine_launches_by_tritons_own_keys(
     """Of packed weights, experts, recurrent layers and the rest: the programs compiled ahead are those that are
     launched later, and no other; a second engine compiles nothing."""
     other = phases.pop("opened for fewer tokens")
-    assert set(phases) > {*FAMILIES, *RECURRENT, "K types", "prompts from the tape"}
+    assert set(phases) > {*FAMILIES, *RECURRENT, *LATENT, "K types", "prompts from the tape"}
     for name, row in phases.items():
         assert row["ahead"] > 15, name
         assert (row["late"], row["never_launched"], row["again"], row["told"]) == ([], [], 0, None), name

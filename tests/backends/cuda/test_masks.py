@@ -21,7 +21,7 @@ from tests.engine.test_grammars import END, OTHER_END, RULES, TOKENS, trie, want
 
 N_WARPS, PAGE_TOKENS = 2, 16
 LAYOUT = Layout(n_slots=6, max_pages=2, vocab=len(TOKENS), inbox_entries=16, outbox_entries=64)
-SHARED_BYTES = 4 * (LAYOUT.n_slots + 2)
+SHARED_BYTES = 4 * (LAYOUT.n_slots + 3)
 KEPT_N = 1
 
 # The step boundary's part of the work, by one block, and the masks, by all.
@@ -162,6 +162,12 @@ def test_a_kept_mask_is_taken_where_its_position_comes_again() -> None:
     assert 0 < rows.n_kept(0) <= 64
 
 
+def test_rows_at_the_same_position_keep_one_mask() -> None:
+    rows = Rows.of(["open object", "open object", "open object"])
+    rows.find(1, long_mask=1)
+    assert rows.n_kept(0) == 1
+
+
 def test_a_grammar_that_allows_no_token_says_so() -> None:
     rows = Rows.of(["choice"])
     for tables in (rows.ours, rows.theirs):
@@ -175,7 +181,7 @@ def test_a_grammar_that_allows_no_token_says_so() -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_the_kernel_compiles_and_keeps_to_the_registers_of_its_blocks(arch: str) -> None:
+def test_the_kernel_compiles_for_a_gpu(arch: str) -> None:
     layout = Layout(n_slots=32, max_pages=512, vocab=128_256)
     try:
         binary = build.cubin(source("step_masks.cu"), "step_masks.cu", arch=arch, headers=native_headers(layout, 64))

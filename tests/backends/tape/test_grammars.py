@@ -69,10 +69,10 @@ def test_the_kernel_chooses_what_the_hosts_masks_would_make_it_choose() -> None:
 
 
 def test_rows_with_grammars_and_without_decode_together_as_alone() -> None:
-    wishes = [asked_of("object", 1), sampling(max_tokens=20), asked_of("recursion", 3), asked_of("counted", 5)]
+    samplings = [asked_of("object", 1), sampling(max_tokens=20), asked_of("recursion", 3), asked_of("counted", 5)]
     with tape_engine() as engine:
-        alone = [bits(engine.submit(prompt(seed, 9), wish)) for seed, wish in enumerate(wishes)]
-        together = [engine.submit(prompt(seed, 9), wish) for seed, wish in enumerate(wishes)]
+        alone = [bits(engine.submit(prompt(seed, 9), one)) for seed, one in enumerate(samplings)]
+        together = [engine.submit(prompt(seed, 9), one) for seed, one in enumerate(samplings)]
         assert [bits(request) for request in together] == alone
         assert engine.runner.grammars is not None
         until(lambda: engine.runner.grammars.n_leased == 0, "every lease is back")  # type: ignore[union-attr]

@@ -122,7 +122,7 @@ class CudaBackend:
         import torch
 
         from ostinato.backends.cuda.ahead import launches_of_chunks, launches_of_step
-        from ostinato.backends.cuda.masks import mask_kernel
+        from ostinato.backends.cuda.masks import mask_module
         from ostinato.backends.cuda.ready import compile_missing
         from ostinato.backends.cuda.start import boundary_module
 
@@ -132,7 +132,7 @@ class CudaBackend:
         layout = settled.tables_layout(blocks.shape)
         boundary_module(layout, settled.page_tokens, device)
         if settled.grammar_bytes:
-            mask_kernel(layout, device)
+            mask_module(layout, device)
 
     def load(
         self, blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None

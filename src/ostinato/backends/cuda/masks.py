@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from ostinato.backends.cuda.start import loaded
+from ostinato.backends.cuda import start
 from ostinato.backends.machine import Chip
 from ostinato.backends.torch.kernels import Launch
 from ostinato.loop.grammars import find_masks
@@ -20,7 +20,7 @@ from ostinato.loop.layout import Layout, Tables
 from ostinato.loop.step_boundary import native_headers
 
 THREADS: Final = 256
-BLOCKS_EACH: Final = 2  # of a multiprocessor
+BLOCKS_PER_MULTIPROCESSOR: Final = 2
 ANY_PAGE: Final = 1  # the headers are compiled with a size of pages, which masks do not depend on
 
 
@@ -47,9 +47,10 @@ def bind_masks(tables: Tables, *, chip: Chip) -> Launch:
     if device.type == "cpu":
         return partial(find_masks, tables)
     arguments = (*tables.addresses, tables.grammar_address)
-    return MaskLaunch(mask_kernel(tables.layout, device), BLOCKS_EACH * chip.n_multiprocessors, arguments, device)
+    kernel = mask_module(tables.layout, device).get_kernel("step_masks")
+    return MaskLaunch(kernel, BLOCKS_PER_MULTIPROCESSOR * chip.n_multiprocessors, arguments, device)
 
 
-def mask_kernel(layout: Layout, device: torch.device) -> Any:
-    """The kernel, compiled for tables of this layout."""
-    return loaded("step_masks.cu", device, native_headers(layout, ANY_PAGE)).get_kernel("step_masks")
+def mask_module(layout: Layout, device: torch.device) -> Any:
+    """The kernel's module, compiled for tables of this layout."""
+    return start.loaded("step_masks.cu", device, native_headers(layout, ANY_PAGE))

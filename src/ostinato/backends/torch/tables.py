@@ -19,18 +19,20 @@ class DeviceGrammars(GrammarMemory):
     loop that runs meanwhile reads only regions that an admission has named, and that comes later."""
 
     def __init__(self, n_bytes: int, mask_words: int, device: torch.device) -> None:
-        self._device, self._unsent = device, list[tuple[int, np.ndarray]]()
+        self._device, self._unsent = device, list[tuple[int, Tensor]]()
         super().__init__(n_bytes, mask_words)
 
     def _memory(self, n_words: int) -> Tensor:
         return torch.zeros(n_words, dtype=torch.int32, device=self._device)
 
     def _write(self, first: int, words: np.ndarray) -> None:
-        self._unsent.append((first, words))
+        # Pinned: from other memory the driver may wait for the stream before it copies (E-6).
+        made = torch.from_numpy(words)
+        self._unsent.append((first, made.pin_memory() if self._device.type == "cuda" else made))
 
     def flush(self) -> None:
         for first, words in self._unsent:
-            self.words[first : first + len(words)].copy_(torch.from_numpy(words), non_blocking=True)
+            self.words[first : first + len(words)].copy_(words, non_blocking=True)
         self._unsent.clear()
 
 

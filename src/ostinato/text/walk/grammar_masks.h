@@ -19,7 +19,7 @@ enum KeptWord {
   KEPT_MOST,   // how many masks there is room for
   KEPT_N,      // how many there are
   KEPT_BITS,   // words of one mask
-  KEPT_CLOCK,  // counts uses
+  KEPT_CLOCK,  // counts uses; on a GPU, steps
   KEPT_LOCK,   // 1 while a block of a GPU writes a mask
   KEPT_SIZE
 };

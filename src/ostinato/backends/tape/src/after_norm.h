@@ -11,7 +11,7 @@ constexpr int OUTPUT_KEPT = RESIDUALS - 1;  // of shared->residual: the block's 
 constexpr int SQUARES = HIDDEN / 16;        // words of a row: one for each tile
 constexpr int SQUARE_LOADS = (SQUARES + 31) / 32;  // by a lane
 
-// What was added to what follows from HIDDEN alone: a tile's 16 columns in order, then tiles as lanes have them.
+// The order of additions follows from HIDDEN alone: the 16 columns of a tile, then tiles by lane.
 DEVICE void hand_on_squares(const ComputeThread& p, const Segment& segment, u64* squares, int n_rows) {
     for (int i = p.thread; i < tiles_here(segment) * MAX_ROWS; i += N_COMPUTE_THREADS) {
         const int row = i % MAX_ROWS, own = i / MAX_ROWS;

@@ -100,7 +100,7 @@ DEVICE SamplingParams params_of(const Tape& tape, int row) {
 DEVICE SamplingParams params_at(const SamplingParams& own, int lane) {
     SamplingParams params;
     params.slot = shuffle(own.slot, lane);
-    params.grammar = 0;  // which only the lane that has loaded it asks for
+    params.grammar = 0;  // not passed on: only the loading lane reads it
     params.n_top = shuffle(own.n_top, lane);
     params.top_k = shuffle(own.top_k, lane);
     params.n_bias = shuffle(own.n_bias, lane);
@@ -293,7 +293,7 @@ DEVICE u64 warp_weight(const ComputeThread& p, const Tape& tape, const Segment& 
 APART void summarise(ComputeThread p, const Tape& tape, const Segment& head, int n_rows) {
     Summing& summing = *(Summing*)p.activations;
     const SamplingParams own = params_of(tape, p.lane < n_rows ? p.lane : 0);  // a lane for each row, so that the waits are one
-    // Masks were found a whole step ago: the wait is for their order in memory.
+    // Masks were found before the first product of this step: the wait is for their order in memory.
     if (own.grammar && p.lane < n_rows) await_mark(tape, mask_mark(tape, p.lane), p.shared->masked_at);
     sync_compute_warps();  // the logits are written, and the activations are read
     u32 sampling = 0;
@@ -426,8 +426,7 @@ DEVICE float logprob_of(const RowSummary& row_summary, float raw) {
 DEVICE void await_logits(const ComputeThread& p, const Tape& tape) {
     NOT_UNROLLED
     for (int i = p.thread; i < N_BLOCKS; i += N_COMPUTE_THREADS) {
-        for (BoundedWait waiting(tape.state); (u32)(load_acquire(tape.marks + i) >> 32) != p.tag && waiting.keep_waiting();) {
-        }
+        await_mark(tape, tape.marks + i, p.tag);
     }
 }
 
