@@ -227,7 +227,7 @@ class Shape:
     @property
     def shared_bytes(self) -> int:
         sums = self.n_compute_warps * 4 * 16 * 8 * 4
-        small = 16 * self.stages + 12 + self.n_compute_warps * self.max_rows * 16 + 12 * self.max_rows
+        small = 16 * self.stages + 24 + self.n_compute_warps * self.max_rows * 16 + 12 * self.max_rows
         small += 2 * -(-(self.hidden // 16) // self.n_blocks) * 16 * self.max_rows * 4 + 16 * len(SEGMENTS)
         return (sums + small + 127) // 128 * 128 + self.stages * self.stage_bytes + self.activation_bytes
 
