@@ -27,7 +27,7 @@ run: $(SMALL) $(COMPILED)  # streams an answer; PROMPT="..." and MODEL=file.gguf
 export PROMPT MODEL PORT
 
 serve: $(SERVE) $(COMPILED)  # a server at http://127.0.0.1:8000; MODEL=file.gguf and PORT=8001 choose
-	@$(BIN)/ostinato serve $${MODEL:+--model "$$MODEL"} $${PORT:+--port "$$PORT"}
+	@exec $(BIN)/ostinato serve $${MODEL:+--model "$$MODEL"} $${PORT:+--port "$$PORT"}
 
 help:  # this list
 	@sed -n 's/^\([a-z-]*\):[^=]*  # \(.*\)/make \1\t\2/p' Makefile | expand --tabs=21

@@ -418,6 +418,8 @@ class Sampling:
             _check(self.choice != (), "choice", self.choice, "one text or more; leave it out for a free answer")
             texts = all(isinstance(text, str) and text for text in self.choice)
             _check(texts, "choice", self.choice, "texts that are not empty")
+            whole = not any("\ud800" <= character <= "\udfff" for text in self.choice for character in text)
+            _check(whole, "choice", self.choice, "texts without half a character")
         given = [name for name in ("schema", "json_mode", "regex", "choice", "grammar") if getattr(self, name)]
         if len(given) > 1:
             raise BadOption(f"{given[0]} and {given[1]} are both given; an answer follows one of them")

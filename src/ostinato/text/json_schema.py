@@ -7,7 +7,6 @@ program from the normal form.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from urllib.parse import unquote, urljoin
 from ostinato.errors import BadOption
 from ostinato.text.json_numbers import NumberSchema, decimal_of, least_common_multiple
 from ostinato.text.program import TOOK_TOO_LONG, TookTooLong
+from ostinato.text.schema import MAX_NUMBER
 
 MAX_SIZE: Final = 50_000
 MAX_MS: Final = 500
@@ -506,6 +506,8 @@ def constant(value: Any) -> Schema:
             return BooleanSchema(value)
         case int() | float():
             whole = isinstance(value, int) and -(2**63) <= value < 2**63
+            if abs(value) > MAX_NUMBER:
+                raise BadOption(f"a constant of {len(str(abs(int(value))))} digits cannot be followed")
             return NumberSchema(float(value), float(value), integer=whole)
         case str():
             return StringSchema(pattern=("literal", value))
@@ -587,8 +589,8 @@ def _float(words: Mapping[str, Any], word: str) -> float | None:
     value = words.get(word)
     if value is None and word not in words:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise BadOption(f"{word} must be a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
+        raise BadOption(f"{word} must be a number, and no larger than a float")
     return float(value)
 
 

@@ -4,6 +4,9 @@ follow are named with their place. Nothing here knows llguidance or tokens; `gra
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -27,6 +30,12 @@ _ONE: Final = frozenset(
 )
 _SEVERAL: Final = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 _NAMED: Final = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+_HALF: Final = re.compile("[\ud800-\udfff]")
+_LEAST: Final = ("minimum", "exclusiveMinimum")
+_MOST: Final = ("maximum", "exclusiveMaximum")
+MAX_NUMBER: Final = sys.float_info.max  # of a bound
+MAX_INTEGER: Final = 2**63 - 1  # of a bound of integers
+MAX_PATTERNS: Final = 12  # of one text, by allOf: with 20, llguidance takes seconds and half a gigabyte
 MAX_DEPTH: Final = 128  # schemas that are nested deeper are refused later, as too deep
 
 
@@ -41,6 +50,11 @@ def followable(schema: Any, place: tuple[str, ...] = ()) -> Any:
     """
     if not isinstance(schema, Mapping) or len(place) > MAX_DEPTH:
         return schema
+    _check_numbers(schema, place)
+    _check_patterns(schema, place)
+    for word in ("const", "enum"):
+        if _HALF.search(json.dumps(schema.get(word), ensure_ascii=False)):
+            raise BadOption(f"{_at(place)} has half a character in {word}, which no answer can hold")
     made: dict[str, Any] = {}
     for word, value in schema.items():
         if word == "uniqueItems" and _is_about_nothing(schema):
@@ -56,6 +70,41 @@ def followable(schema: Any, place: tuple[str, ...] = ()) -> Any:
             continue
         made[word] = _inner(word, value, (*place, word))
     return made
+
+
+def _check_numbers(schema: Mapping[str, Any], place: tuple[str, ...]) -> None:
+    """Refuse bounds that are no floating-point numbers, and bounds of integers beyond 64 bits: a grammar would allow a
+    number outside of them."""
+    for word in (*_LEAST, *_MOST, "multipleOf"):
+        value = schema.get(word)
+        if isinstance(value, int) and abs(value) > MAX_NUMBER:
+            raise BadOption(f"{_at(place)} has {word} of {len(str(abs(value)))} digits, which cannot be followed")
+    if "integer" not in _types(schema):
+        return
+    beyond = [word for word in _LEAST if _number(schema, word) > MAX_INTEGER]
+    beyond += [word for word in _MOST if _number(schema, word) < -MAX_INTEGER]
+    if beyond:
+        raise BadOption(f"{_at(place)} has integers beyond 64 bits ({beyond[0]}), which cannot be followed")
+
+
+def _number(schema: Mapping[str, Any], word: str) -> float:
+    value = schema.get(word)
+    return value if isinstance(value, int | float) else 0
+
+
+def _check_patterns(schema: Mapping[str, Any], place: tuple[str, ...]) -> None:
+    """Refuse many patterns of one text: the states of their automaton multiply."""
+    parts = schema.get("allOf")
+    n_patterns = (
+        sum(isinstance(part, Mapping) and "pattern" in part for part in parts) if isinstance(parts, list) else 0
+    )
+    if n_patterns > MAX_PATTERNS:
+        raise BadOption(f"{_at(place)} has allOf with {n_patterns} patterns; at most {MAX_PATTERNS} can be followed")
+
+
+def _types(schema: Mapping[str, Any]) -> tuple[Any, ...]:
+    types = schema.get("type")
+    return tuple(types) if isinstance(types, list) else (types,)
 
 
 def _is_about_nothing(schema: Mapping[str, Any]) -> bool:
