@@ -130,7 +130,7 @@ def latent_stages(
     n_rows = rows.n_rows if isinstance(rows, StepRows) else rows.n
     b, n_heads = buffers, latent.n_heads
     k_b, v_b = (heads_on_top(weight) for weight in (attention.k_b, attention.v_b))
-    turned = kernels.latent_rows(b.heads, b.row, query, kv, rows, latent)
+    rotary = kernels.latent_rows(b.heads, b.row, query, kv, rows, latent)
     behind = query[:, latent.rotated :]  # where a head's absorbed part begins
     widths = {"n_heads": n_heads, "step": step}
     absorb = kernels.heads_product(
@@ -139,7 +139,7 @@ def latent_stages(
     expanded = b.expanded.shape[1] // n_heads
     expand = kernels.heads_product(seen, v_b, b.expanded, n_rows, x_step=latent.rank, out_step=expanded, **widths)
     return (
-        KernelStage("rows", turned, (b.heads, b.row), (query,), (latent.norm, latent.frequencies), states=True),
+        KernelStage("rows", rotary, (b.heads, b.row), (query,), (latent.norm, latent.frequencies), states=True),
         KernelStage("absorb", absorb, (b.heads,), (query,), k_b),
         KernelStage("attend", attend, (query,), (seen,), states=True),
         KernelStage("expand", expand, (seen,), (b.expanded,), v_b),

@@ -65,8 +65,8 @@ class LatentSizes:
 
     d: int  # of the compressed row, a power of two
     width: int
-    turned_d: int  # of the rotated part, a power of two
-    turned: int
+    rotary_d: int  # of the rotated part, a power of two
+    rotary: int
     heads: int
     groups: int
     page: int
@@ -74,7 +74,7 @@ class LatentSizes:
 
     @property
     def key(self) -> int:
-        return self.turned + self.width
+        return self.rotary + self.width
 
 
 def latent_workspace(n_slots: int, latents: Sequence[LatentHeads], device: torch.device) -> LatentWorkspace:
@@ -90,8 +90,8 @@ def _sizes(kv: LatentKV, latent: LatentHeads) -> LatentSizes:
     return LatentSizes(
         d=padded(latent.rank),
         width=latent.rank,
-        turned_d=padded(latent.rotated),
-        turned=latent.rotated,
+        rotary_d=padded(latent.rotated),
+        rotary=latent.rotated,
         heads=latent.n_heads,
         groups=latent.n_heads // heads_together(latent.n_heads),
         page=kv.page_tokens,
@@ -114,7 +114,7 @@ def bind_attend_latent(
     if programs is None:
         programs = chip.attention_programs if device.type == "cuda" else PROGRAMS_PER_MULTIPROCESSOR
     sizes = _sizes(kv, latent)
-    tile = latent_cut(chip, sizes.turned_d + sizes.d, kv.keys.element_size(), LEAST_TILE)
+    tile = latent_cut(chip, sizes.rotary_d + sizes.d, kv.keys.element_size(), LEAST_TILE)
     of_rows = {"n_rows": (1,), "row_slot": (n_slots,), "position": (n_slots,), "pages": (n_slots, None)}
     given: dict[str, Any] = {
         "query": checked("query", query, dtype=torch.float32, shape=(n_slots, n * latent.key_width), device=device),
@@ -155,7 +155,7 @@ def bind_attend_latent_chunk(
 ) -> TritonLaunch:
     """Check everything once and return the launch of a prompt's chunk."""
     m, device, n, sizes = query.shape[0], query.device, latent.n_heads, _sizes(kv, latent)
-    tile = latent_cut(chip, sizes.turned_d + sizes.d, kv.keys.element_size(), TILE_ROWS)
+    tile = latent_cut(chip, sizes.rotary_d + sizes.d, kv.keys.element_size(), TILE_ROWS)
     of_rows = {"n": (1,), "n_tiles": (1,), "tiles": (1, 4), "pages": (1, None)}
     given = {
         "query": checked("query", query, dtype=FLOATS, shape=(m, n * latent.key_width), device=device),
@@ -197,18 +197,18 @@ def attend_latent_kernel(query, seen, kv, rows, space, scale, S: tl.constexpr, C
 
         members = tl.arange(0, MANY)
         there = members < C.group
-        at = query + (row.to(tl.int64) * S.heads + group * C.group + members)[:, None] * (S.turned + S.width)
-        q_turned, q = queries_of(at, there, kv, scale, S)
+        at = query + (row.to(tl.int64) * S.heads + group * C.group + members)[:, None] * (S.rotary + S.width)
+        q_rotary, q = queries_of(at, there, kv, scale, S)
         top = tl.full([MANY], float("-inf"), tl.float32)
         total = tl.zeros([MANY], tl.float32)
         acc = tl.zeros([MANY, D], tl.float32)
         for first in range(begin, end, BLOCK):
             seen_there = first + tl.arange(0, BLOCK) < end
             cells = cells_at(page, first, S, BLOCK)
-            turned = load_part(kv, cells, seen_there, 0, S.turned, S.turned_d, BLOCK, S)
-            k = load_part(kv, cells, seen_there, S.turned, S.width, S.d, BLOCK, S)
+            rotary = load_part(kv, cells, seen_there, 0, S.rotary, S.rotary_d, BLOCK, S)
+            k = load_part(kv, cells, seen_there, S.rotary, S.width, S.d, BLOCK, S)
             page = page_at(its_pages, first + BLOCK, end, S, BLOCK)
-            scores = product(q_turned, tl.trans(turned)) + product(q, tl.trans(k))
+            scores = product(q_rotary, tl.trans(rotary)) + product(q, tl.trans(k))
             scores = tl.where(seen_there[None, :], scores * LOG2_E, float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - higher[:, None])
@@ -280,7 +280,7 @@ def attend_latent_chunk_kernel(
         its_pages = chunk.pages + tl.load(chunk.tiles + 4 * tile + 3) * chunk.table_stride
         live = tl.arange(0, ROWS) < n_live
         place = (row.to(tl.int64) * S.heads + head)[:, None]
-        q_turned, q = queries_of(query + place * (S.turned + S.width), live, kv, 1.0, S)
+        q_rotary, q = queries_of(query + place * (S.rotary + S.width), live, kv, 1.0, S)
         p = begins + tl.arange(0, ROWS)
         end = begins + n_live
         if PIECES > 1:  # of an empty piece nothing is read
@@ -293,10 +293,10 @@ def attend_latent_chunk_kernel(
         for first in range(0, end, BLOCK):
             where = first + tl.arange(0, BLOCK)
             cells = cells_at(page, first, S, BLOCK)
-            turned = load_part(kv, cells, where < end, 0, S.turned, S.turned_d, BLOCK, S)
-            k = load_part(kv, cells, where < end, S.turned, S.width, S.d, BLOCK, S)
+            rotary = load_part(kv, cells, where < end, 0, S.rotary, S.rotary_d, BLOCK, S)
+            k = load_part(kv, cells, where < end, S.rotary, S.width, S.d, BLOCK, S)
             page = page_at(its_pages, first + BLOCK, end, S, BLOCK)
-            scores = product(q_turned, tl.trans(turned)) + product(q, tl.trans(k))
+            scores = product(q_rotary, tl.trans(rotary)) + product(q, tl.trans(k))
             # Position 0 is in the first block, and every row sees it: no maximum stays at minus infinity.
             scores = tl.where(where[None, :] <= p[:, None], scores * (scale * LOG2_E), float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
@@ -315,11 +315,11 @@ def attend_latent_chunk_kernel(
 @triton.jit
 def queries_of(at, there, kv, scale, S: tl.constexpr):
     """Queries that begin at `at` [n, 1], times scale, as they are multiplied: rotated part and absorbed part."""
-    r, d = tl.arange(0, S.turned_d)[None, :], tl.arange(0, S.d)[None, :]
-    turned = tl.load(at + r, mask=there[:, None] & (r < S.turned), other=0.0)
-    q = tl.load(at + S.turned + d, mask=there[:, None] & (d < S.width), other=0.0)
+    r, d = tl.arange(0, S.rotary_d)[None, :], tl.arange(0, S.d)[None, :]
+    rotary = tl.load(at + r, mask=there[:, None] & (r < S.rotary), other=0.0)
+    q = tl.load(at + S.rotary + d, mask=there[:, None] & (d < S.width), other=0.0)
     dtype = tl.bfloat16 if S.q8 else kv.key.dtype.element_ty
-    return narrowed(turned.to(tl.float32) * scale, dtype), narrowed(q.to(tl.float32) * scale, dtype)
+    return narrowed(rotary.to(tl.float32) * scale, dtype), narrowed(q.to(tl.float32) * scale, dtype)
 
 
 @triton.jit
@@ -328,7 +328,7 @@ def load_part(
 ):  # fmt: skip
     """Numbers FIRST to FIRST + WIDTH of the keys of cells [BLOCK] as they are multiplied: [BLOCK, D], zero where not
     `there`."""
-    KEY: tl.constexpr = S.turned + S.width
+    KEY: tl.constexpr = S.rotary + S.width
     if S.q8:
         # In three dimensions, so that a scale meets its 32 values in the same thread.
         b = tl.arange(0, D // 32)

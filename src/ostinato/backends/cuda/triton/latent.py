@@ -84,14 +84,14 @@ def bind_latent_rows(
     m, device, n = heads.shape[0], heads.device, latent.n_heads
     checked("frequencies", latent.frequencies, dtype=torch.float32, shape=(1, latent.rotated // 2), device=device)
     norm = checked("norm", latent.norm, dtype=FLOATS, shape=(latent.rank,), device=device)
-    turn = {"frequencies": latent.frequencies, "amplitude": latent.amplitude, "norm": norm, "eps": latent.norm_eps}
+    rope = {"frequencies": latent.frequencies, "amplitude": latent.amplitude, "norm": norm, "eps": latent.norm_eps}
     given = {
         "heads": checked("heads", heads, dtype=EITHER, shape=(m, n * latent.query_width), device=device),
         "row": checked("row", row, dtype=EITHER, shape=(m, latent.key_width), device=device),
         "query": checked("query", query, dtype=EITHER, shape=(m, n * latent.key_width), device=device),
         "kv": store_arguments(kv, latent, heads),
         "rows": _placed(rows, m, device, len(latent.frequencies)),
-        "turn": grouped(turn),
+        "rope": grouped(rope),
         "S": RowSizes(
             d=padded(latent.rotated),
             width=latent.rotated,
@@ -142,32 +142,32 @@ def _placed(rows: StepRows | Chunk, m: int, device: torch.device, n_rope_sets: i
 
 
 @triton.jit
-def latent_rows_kernel(heads, row, query, kv, rows, turn, S: tl.constexpr):
+def latent_rows_kernel(heads, row, query, kv, rows, rope, S: tl.constexpr):
     """One program: a query head of a row, or, the last of its row, the key."""
     number, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if number < tl.load(rows.n):
         owner = tl.load(rows.owner + number)
         place = owner if S.by_owner else number
         p = tl.load(rows.position + place)
-        frequencies = turn.frequencies
+        frequencies = rope.frequencies
         if S.n_rope_sets > 1:
             frequencies += tl.load(rows.rope_set + place) * (S.n_rotary // 2)
-        cos, sin = rope_cos_sin(p, frequencies, turn.amplitude, S)
+        cos, sin = rope_cos_sin(p, frequencies, rope.amplitude, S)
         one = tl.zeros([1, 1], tl.int32)
         r = tl.arange(0, S.d)[None, :]
         mask = r < S.width
         if part < S.heads:
             at = heads + number * (S.heads * S.query) + part * S.query + S.plain
-            x = rotated(at + one, mask, turn.norm, cos, sin, turn.eps, S)
+            x = rotated(at + one, mask, rope.norm, cos, sin, rope.eps, S)
             to = query + number * (S.heads * S.key) + part * S.key
             tl.store(to + r, rounded(x, query.dtype.element_ty), mask=mask)
         else:
             line = row + number * S.key
-            x = rotated(line + S.rank + one, mask, turn.norm, cos, sin, turn.eps, S)
+            x = rotated(line + S.rank + one, mask, rope.norm, cos, sin, rope.eps, S)
             d = tl.arange(0, S.rank_d)[None, :]
             compressed = tl.load(line + d, mask=d < S.rank, other=0.0).to(tl.float32)
-            compressed *= tl.rsqrt(tl.sum(compressed * compressed, 1) / S.rank + turn.eps)[:, None]
-            compressed *= tl.load(turn.norm + d, mask=d < S.rank, other=0.0).to(tl.float32)
+            compressed *= tl.rsqrt(tl.sum(compressed * compressed, 1) / S.rank + rope.eps)[:, None]
+            compressed *= tl.load(rope.norm + d, mask=d < S.rank, other=0.0).to(tl.float32)
             page = tl.load(rows.pages + owner.to(tl.int64) * rows.table_stride + p // S.page).to(tl.int64)
             cell = page * S.page + p % S.page
             put_key(kv, cell, x, 0, S.width, S.d, S)

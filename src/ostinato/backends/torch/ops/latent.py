@@ -116,14 +116,14 @@ def latent_rows_torch(
     key, rotated part and normed row, to the store. Live rows are written."""
     placed = _Placed.of(rows)
     n = placed.n
-    turned = heads[:n].float().view(n, latent.n_heads, latent.query_width)[..., latent.plain :]
+    rotary = heads[:n].float().view(n, latent.n_heads, latent.query_width)[..., latent.plain :]
     compressed, key = torch.split(row[:n].float(), [latent.rank, latent.rotated], 1)
     sets = 0 if placed.rope_set is None else placed.rope_set.long()
     angles = placed.positions.float().unsqueeze(-1) * latent.frequencies[sets]
     cos, sin = angles.cos() * latent.amplitude, angles.sin() * latent.amplitude
-    turned, key = (rope_torch(x, cos, sin, latent.pairing) for x in (turned, key[:, None]))
+    rotary, key = (rope_torch(x, cos, sin, latent.pairing) for x in (rotary, key[:, None]))
     out = query[:n].view(n, latent.n_heads, latent.key_width)
-    out[..., : latent.rotated] = turned.to(query.dtype)
+    out[..., : latent.rotated] = rotary.to(query.dtype)
     normed = rms_norm_torch(compressed, latent.norm, latent.norm_eps)
     kv.append(kv.cells(placed.pages, placed.positions), torch.cat((key[:, 0], normed), 1))
 
