@@ -577,6 +577,7 @@ def test_statuses_have_the_clients_types(tiny: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(LLM, "submit", lambda *_, **__: 1 / 0)
         status(500, "api_error")
         monkeypatch.undo()
+        monkeypatch.setattr(server.service.idle, "is_set", lambda: False)  # or it would end as soon as it drains
         server.call(server.service.drain)
         while server.service.state != "draining":
             pass
@@ -584,6 +585,7 @@ def test_statuses_have_the_clients_types(tiny: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(anthropic.InternalServerError) as told:
             client.messages.create(model="tiny", **body)
         assert told.value.status_code == 529
+        monkeypatch.undo()
 
 
 def test_a_stream_that_fails_ends_with_one_error_event(tiny: Path) -> None:
