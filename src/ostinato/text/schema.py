@@ -78,7 +78,7 @@ def _check_numbers(schema: Mapping[str, Any], place: tuple[str, ...]) -> None:
     for word in (*_LEAST, *_MOST, "multipleOf"):
         value = schema.get(word)
         if isinstance(value, int) and abs(value) > MAX_NUMBER:
-            raise BadOption(f"{_at(place)} has {word} of {len(str(abs(value)))} digits, which cannot be followed")
+            raise BadOption(f"{_at(place)} has {word} larger than a float, which cannot be followed")
     if "integer" not in _types(schema):
         return
     beyond = [word for word in _LEAST if _number(schema, word) > MAX_INTEGER]
