@@ -13,7 +13,7 @@ import pytest
 
 from ostinato import LLM, AsyncLLM, Completion, Sampling
 from ostinato.errors import BadInput, BadOption, QueueFull
-from ostinato.text.reasoning import Channels
+from ostinato.text.reasoning import Reasoning
 from tests.cli import tiny_model
 
 SHORT = Sampling(max_tokens=6, temperature=0.9, seed=3, ignore_eos=True)
@@ -79,7 +79,7 @@ def test_an_answer_is_that_of_the_synchronous_call(tiny_gguf: Path, tiny_llm: LL
 def test_a_chat_with_a_model_of_channels_separates_reasoning_and_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Channels, "before", lambda _, sampling, prompt: sampling)
+    monkeypatch.setattr(Reasoning, "before", lambda _, sampling, prompt, calls: sampling)
     path = tiny_model.write(tmp_path / "channels.gguf", change=tiny_model.of_channels)
 
     async def work() -> None:

@@ -24,7 +24,7 @@ from ostinato.engine.choose import choose
 from ostinato.engine.engine import Engine
 from ostinato.errors import BadFile, BadInput, BadOption, HardwareCannot, InvalidBatch, QueueFull, Unsupported
 from ostinato.text.channels import MARKERS
-from ostinato.text.reasoning import Channels
+from ostinato.text.reasoning import Reasoning
 from tests.cli import tiny_model
 from tests.cli.tiny_model import CHANNELS
 from tests.models import tiny
@@ -366,7 +366,10 @@ def test_sampling_words_of_a_call_are_told_their_place(tiny_llm: LLM, call: str)
         ({"reuse": True}, "only LLM.stream"),
         ({"context": 100}, "an option of loading"),
         ({"foo": 1}, "does not read 'foo'; it reads add_generation_prompt"),
-        ({"tools": [{"type": "function"}]}, "does not render tools"),
+        ({"tools": [{"type": "function"}]}, r"tools\[0\]\.function is missing"),
+        ({"tools": [len]}, r"tools\[0\] must be of the form"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tool_choice": "sometimes"}, "must be none, auto, required, or name a function"),
     ],
 )
 def test_a_word_that_the_template_does_not_read_is_refused(tiny_llm: LLM, words: dict[str, Any], says: str) -> None:
@@ -585,7 +588,7 @@ def test_activations_with_an_arithmetic_of_their_own_are_told_apart(
     assert LLM.activations.fget(llm) == told  # type: ignore[attr-defined]  # a property
 
 
-# Models that write their reasoning as messages of their own
+# Reasoning
 
 
 @pytest.fixture(scope="module")
@@ -597,7 +600,7 @@ def of_channels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 def saying(llm: LLM, text: str, monkeypatch: pytest.MonkeyPatch) -> Sampling:
     """A sampling whose answer is a text with its markers."""
-    monkeypatch.setattr(Channels, "before", lambda _, sampling, prompt: sampling)
+    monkeypatch.setattr(Reasoning, "before", lambda _, sampling, prompt, calls: sampling)
     return Sampling(grammar=tiny_model.script(llm.tokenizer, text))
 
 
@@ -658,11 +661,106 @@ def test_a_rule_is_for_the_message_that_answers(of_channels: LLM) -> None:
         assert f"<|channel|>final<|message|>{answer.text}" in shown
 
 
-def test_the_reasoning_of_other_models_stays_in_the_text(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     def change(metadata: dict[str, Any]) -> None:
         metadata["tokenizer.chat_template"].value += "{# <think></think> #}"
 
-    text = "<think>hm</think>Yes."
-    with LLM(tiny_model.write(tmp_path / "tiny.gguf", context=256, change=change), device="cpu") as llm:
-        answer = llm.chat("hi", Sampling(choice=(text,)))
-    assert (answer.text, answer.reasoning) == (text, "")
+    path = tiny_model.write(tmp_path_factory.mktemp("tiny") / "thinks.gguf", context=1024, change=change)
+    with LLM(path, device="cpu", context=1024, slots=2) as llm:
+        yield llm
+
+
+def test_reasoning_between_marks_is_separated_from_the_answer(thinking: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "<think>\nhm, so\n</think>\n\nYes."
+    sampling = saying(thinking, text, monkeypatch)
+    answer = thinking.chat("hi", sampling)
+    assert (answer.text, answer.reasoning) == ("Yes.", "hm, so")
+    assert answer.message == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm, so"}
+    pieces = list(thinking.stream_chat("hi", sampling))
+    assert "".join(piece.text for piece in pieces) == "Yes."
+    assert "".join(piece.reasoning for piece in pieces) == "hm, so"
+    raw = thinking.generate(list(answer.prompt_ids), sampling)
+    assert (raw.text, raw.reasoning) == (text, "")
+
+
+def test_a_rule_is_for_the_answer_and_reasoning_before_it_is_free(thinking: LLM) -> None:
+    mark, end = (thinking.tokenize(text, bos=False) for text in ("<think>", "</think>"))
+    bias = {token: 60.0 for token in {*mark, *end}}
+    answer = thinking.chat("hi", Sampling(choice=("blue", "red"), logit_bias=bias, max_tokens=400))
+    shown = thinking.detokenize(answer.token_ids)
+    assert shown.startswith("<think>")
+    if answer.finish_reason == "stop":  # it has found the end of its reasoning
+        assert answer.text in ("blue", "red")
+        assert shown.endswith(f"</think>{answer.text}")
+    plain = thinking.generate("hi", Sampling(choice=("blue", "red")))
+    assert plain.text in ("blue", "red")
+
+
+# Tools
+
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look at a place.",
+        "parameters": {
+            "type": "object",
+            "properties": {"at": {"enum": ["sea", "sky"]}, "n": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "required": ["at", "n"],
+            "additionalProperties": False,
+        },
+    },
+}
+HEAR = {"type": "function", "function": {"name": "hear"}}
+NAMED = {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """A model whose template knows no tools: they are described in the system message."""
+    path = tiny_model.write(tmp_path_factory.mktemp("tiny") / "calls.gguf", context=1024)
+    with LLM(path, device="cpu", context=1024, slots=2) as llm:
+        yield llm
+
+
+def test_a_forced_call_is_in_the_completion_and_not_in_its_text(calling: LLM) -> None:
+    answer = calling.chat("where?", Sampling(max_tokens=100), tools=[LOOK, HEAR], tool_choice=NAMED)
+    (call,) = answer.tool_calls
+    assert (call.name, answer.text, answer.finish_reason) == ("look", "", "stop")
+    arguments = json.loads(call.arguments)
+    assert arguments["at"] in ("sea", "sky")
+    assert arguments["n"] in range(10)
+    again = pickle.loads(pickle.dumps(answer))
+    assert again.tool_calls == answer.tool_calls
+    *_, last = calling.stream_chat("where?", Sampling(max_tokens=100), tools=[LOOK, HEAR], tool_choice=NAMED)
+    assert last.completion is not None
+    assert [one.arguments for one in last.completion.tool_calls] == [call.arguments]
+
+
+def test_a_conversation_goes_on_with_the_message_of_a_call_and_its_result(calling: LLM) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "where?"}]
+    few = Sampling(max_tokens=100)
+    answer = calling.chat(messages, few, tools=[LOOK], tool_choice="required", parallel_tool_calls=False)
+    (call,) = answer.tool_calls
+    messages += [answer.message, {"role": "tool", "tool_call_id": call.id, "content": "blue"}]
+    text = calling.chat_text(messages, tools=[LOOK])
+    assert "look" in text
+    assert json.dumps(json.loads(call.arguments)) in text
+    assert "blue" in text
+    assert calling.chat_ids(messages, tools=[LOOK]) == list(calling.chat(messages, few, tools=[LOOK]).prompt_ids)
+
+
+def test_without_a_choice_the_model_may_call_or_answer_and_none_hides_the_tools(calling: LLM) -> None:
+    few = Sampling(max_tokens=8)
+    assert calling.chat("hi", few, tools=[LOOK]).prompt_ids != calling.chat("hi", few).prompt_ids
+    assert calling.chat("hi", few, tools=[LOOK], tool_choice="none").prompt_ids == calling.chat("hi", few).prompt_ids
+    assert calling.chat("hi", few, tools=[]).prompt_ids == calling.chat("hi", few).prompt_ids
+
+
+def test_tools_do_not_go_with_a_regex_and_a_list_of_conversations_has_them_all(calling: LLM) -> None:
+    with pytest.raises(BadOption, match="tools go with a schema"):
+        calling.chat("hi", Sampling(regex="[0-9]+"), tools=[LOOK])
+    few = Sampling(max_tokens=100)
+    both = calling.chat(["here?", "there?"], few, tools=[LOOK], tool_choice=NAMED)
+    assert [[call.name for call in answer.tool_calls] for answer in both] == [["look"], ["look"]]

@@ -12,7 +12,7 @@ from ostinato.options import LoadWords
 
 NAMES = [
     "LLM", "AsyncLLM", "Batch", "Completion", "DecodeCounts", "DecodeSession", "DecodedToken", "Decoder",
-    "LoadOptions", "Piece", "Sampling", "Score", "Timings", "__version__",
+    "LoadOptions", "Piece", "Sampling", "Score", "Timings", "ToolCall", "__version__",
     "Aborted", "AllocationFailed", "BadFile", "BadInput", "BadOption", "BadTemplate", "ComputeFailed",
     "ContextTooLarge", "DecodeError", "DecodeInvariantError", "EngineDead", "FetchFailed", "HardwareCannot",
     "InternalError", "InvalidBatch", "NoNetwork", "NoSlot", "OstinatoError", "PlanStale", "PromptTooLong", "QueueFull",
@@ -42,6 +42,7 @@ COMPLETION = [
     "cached_tokens",
     "digest",
     "reasoning",
+    "tool_calls",
 ]
 SAMPLING = [
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ostinato.llm import Piece as Piece
     from ostinato.llm import Score as Score
     from ostinato.llm import Timings as Timings
+    from ostinato.llm import ToolCall as ToolCall
     from ostinato.options import LoadOptions as LoadOptions
     from ostinato.options import Sampling as Sampling
 
@@ -58,6 +59,7 @@ _HOMES = {
     "Piece": "llm",
     "Score": "llm",
     "Timings": "llm",
+    "ToolCall": "llm",
     "LoadOptions": "options",
     "Sampling": "options",
 }
@@ -72,7 +74,7 @@ _HOMES.update(dict.fromkeys(_ERRORS, "errors"))
 
 __all__ = [
     "LLM", "AsyncLLM", "Batch", "Completion", "DecodeCounts", "DecodeSession", "DecodedToken", "Decoder",
-    "LoadOptions", "Piece", "Sampling", "Score", "Timings", "__version__", *_ERRORS,
+    "LoadOptions", "Piece", "Sampling", "Score", "Timings", "ToolCall", "__version__", *_ERRORS,
 ]  # fmt: skip
 
 

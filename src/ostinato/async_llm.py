@@ -21,15 +21,15 @@ from ostinato.engine.token_queue import TokenDispatcher, TokenQueue
 from ostinato.errors import BadInput, BadOption, QueueFull
 from ostinato.files import store
 from ostinato.files.unpack import Floats
-from ostinato.llm import LLM, Messages, Prompt, Score
+from ostinato.llm import LLM, CheckedInput, Messages, Prompt, Score
 from ostinato.options import LoadOptions, LoadWords, Sampling, Talk, load_options, loads
+from ostinato.text.answer import GenerationInput
 
 ROOM_S: Final = 0.005  # between two looks at a full queue
 _PROMPT_THREADS: Final = 4
 _BESIDE_THREADS: Final = 2
 
 T = TypeVar("T")
-Checked = list[tuple[RequestSpec, Sampling]]
 
 
 class AsyncLLM:
@@ -139,41 +139,37 @@ class AsyncLLM:
         check_call("generate(prompt", sampling, words)
         one = is_one_prompt(prompt)
         prompts = [prompt] if one else prompt
-        answers = await self._complete(lambda llm: [llm._prompt_ids(each) for each in prompts], sampling, fresh=False)
+        answers = await self._complete(lambda llm: [llm._continuing(each, sampling) for each in prompts])
         return answers[0] if one else answers
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, **words: Never) -> AsyncGenerator[Piece, None]:
         """The answer piece by piece; the last piece holds the `Completion`. QueueFull if too many requests wait."""
         check_call("stream(prompt", sampling, words)
-        return self._stream(lambda llm: [llm._prompt_ids(prompt)], sampling, fresh=False)
+        return self._stream(lambda llm: llm._continuing(prompt, sampling))
 
     @overload
-    async def chat(
-        self, messages: Messages, sampling: Sampling | None = None, **template_options: Any
-    ) -> Completion: ...
+    async def chat(self, messages: Messages, sampling: Sampling | None = None, **words: Any) -> Completion: ...
     @overload
     async def chat(
         self,
         messages: list[str] | Sequence[Sequence[Mapping[str, Any]]],
         sampling: Sampling | None = None,
-        **template_options: Any,
+        **words: Any,
     ) -> list[Completion]: ...
-    async def chat(self, messages: Any, sampling: Sampling | None = None, **template_options: Any) -> Any:
+    async def chat(self, messages: Any, sampling: Sampling | None = None, **words: Any) -> Any:
         """The answer to a conversation; a list of conversations gives a list. Waits while the queue is full."""
-        check_chat("chat(messages", sampling, template_options)
+        check_chat("chat(messages", sampling, words)
         several = is_several(messages)
         talks = messages if several else [messages]
-        answers = await self._complete(
-            lambda llm: [llm.chat_ids(each, **template_options) for each in talks], sampling, fresh=True
-        )
+        answers = await self._complete(lambda llm: [llm._answering(each, sampling, words) for each in talks])
         return answers if several else answers[0]
 
     def stream_chat(
-        self, messages: Messages, sampling: Sampling | None = None, **template_options: Any
+        self, messages: Messages, sampling: Sampling | None = None, **words: Any
     ) -> AsyncGenerator[Piece, None]:
-        """Like `stream`, for a conversation. Further words (`tools`, `enable_thinking`) go to the template."""
-        check_chat("stream_chat(messages", sampling, template_options)
-        return self._stream(lambda llm: [llm.chat_ids(messages, **template_options)], sampling, fresh=True)
+        """Like `stream`, for a conversation; `tools`, `tool_choice` and other words as for `LLM.chat`."""
+        check_chat("stream_chat(messages", sampling, words)
+        return self._stream(lambda llm: llm._answering(messages, sampling, words))
 
     # What the model computes: a cancelled caller does not wait for it, and what has begun runs to its end
 
@@ -225,29 +221,25 @@ class AsyncLLM:
     async def _in(self, threads: ThreadPoolExecutor, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
 
-    async def _complete(
-        self, ids: Callable[[LLM], list[list[int]]], sampling: Sampling | None, *, fresh: bool
-    ) -> list[Completion]:
-        """Answers to prompts that run together, in order; all prompts are checked first."""
+    async def _complete(self, asked: Callable[[LLM], list[GenerationInput]]) -> list[Completion]:
+        """Answers that are generated together, in order; all prompts are checked first."""
         llm = self._here()
-        checked: Checked = await self._in(self._prompts, lambda: llm._checked(ids(llm), sampling, fresh=fresh))
+        checked = await self._in(self._prompts, lambda: llm._checked(asked(llm)))
         done: dict[int, Completion] = {}
-        async with aclosing(self._pieces(checked, fresh=fresh, wait=True)) as pieces:
+        async with aclosing(self._pieces(checked, wait=True)) as pieces:
             async for number, piece in pieces:
                 if piece.completion is not None:
                     done[number] = piece.completion
         return [done[number] for number in range(len(checked))]
 
-    async def _stream(
-        self, ids: Callable[[LLM], list[list[int]]], sampling: Sampling | None, *, fresh: bool
-    ) -> AsyncGenerator[Piece, None]:
+    async def _stream(self, asked: Callable[[LLM], GenerationInput]) -> AsyncGenerator[Piece, None]:
         llm = self._here()
-        checked: Checked = await self._in(self._prompts, lambda: llm._checked(ids(llm), sampling, fresh=fresh))
-        async with aclosing(self._pieces(checked, fresh=fresh, wait=False)) as pieces:
+        checked = await self._in(self._prompts, lambda: llm._checked([asked(llm)]))
+        async with aclosing(self._pieces(checked, wait=False)) as pieces:
             async for _, piece in pieces:
                 yield piece
 
-    async def _pieces(self, checked: Checked, *, fresh: bool, wait: bool) -> AsyncGenerator[tuple[int, Piece], None]:
+    async def _pieces(self, checked: list[CheckedInput], *, wait: bool) -> AsyncGenerator[tuple[int, Piece], None]:
         """Pieces of answers that run together, each with the number of its request; as in `LLM`, requests are
         submitted as the queue allows, and if it is full while none of these runs: `wait` for room, or QueueFull."""
         llm, box = self._here(), TokenQueue(sum(spec.most + 1 for spec, _ in checked), lambda: None)
@@ -263,8 +255,7 @@ class AsyncLLM:
                             raise
                         is_full = True  # until one of these ends
                         break
-                    spec, sampling = checked[n_put]
-                    running[n_put] = llm._answer(spec, sampling, request, fresh=fresh)
+                    running[n_put] = llm._answer(checked[n_put][1], request)
                     n_put += 1
                 while (heard := box.take()) is None:
                     await box.look()

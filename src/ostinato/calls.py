@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from os import PathLike
 from typing import Any
 
-from ostinato.errors import BadInput, BadOption, Unsupported
+from ostinato.errors import BadInput, BadOption
 from ostinato.options import OLD_NAMES, PYTHON_WORDS, SAMPLING_NAMES, LoadWords, Sampling, check_word
 from ostinato.other_engines import OTHER_ENGINES
 from ostinato.text.template import ChatTemplate
@@ -36,22 +36,19 @@ def check_chat(call: str, sampling: object, template_options: Mapping[str, Any])
     check_call(call, sampling, {word: value for word, value in template_options.items() if word in meant})
 
 
-def check_template_words(template: ChatTemplate, words: Mapping[str, Any]) -> None:
+def check_template_words(template: ChatTemplate, words: Mapping[str, Any], *, tools: bool) -> None:
     """Refuse a word that the template does not read, with what it may have been meant for."""
-    tools = words.get("tools")
-    unread = words.keys() - template.reads(tools=bool(tools))
-    if "tools" in unread and tools:
-        raise Unsupported(
-            f"{template.name} does not render tools; the server's API gives them to any model: docs/structured.md"
-        )
-    for word in sorted(unread - {"tools"}):
+    if not words:
+        return
+    reads = template.reads(tools=tools)
+    for word in sorted(words.keys() - reads):
         if word in PYTHON_WORDS:
             raise BadOption(f"unknown option {word!r}: {PYTHON_WORDS[word]}")
         if word in LoadWords.__annotations__:
             check_word(Sampling, word)
         if near := get_close_matches(word, SAMPLING_NAMES, 1, cutoff=0.8):
             raise BadOption(f"unknown option {word!r}; a request's options go into a Sampling: Sampling({near[0]}=...)")
-        known = sorted(template.reads(tools=bool(tools)) - {"messages", "bos_token", "eos_token"})
+        known = sorted(reads - {"messages", "tools", "bos_token", "eos_token"})
         raise BadOption(f"{template.name} does not read {word!r}; it reads {', '.join(known) or 'no such option'}")
 
 

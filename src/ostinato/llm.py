@@ -37,6 +37,7 @@ from ostinato.engine.answer import Answer, Origin, TokenLogprob
 from ostinato.engine.answer import Completion as Completion
 from ostinato.engine.answer import Piece as Piece
 from ostinato.engine.answer import Timings as Timings
+from ostinato.engine.answer import ToolCall as ToolCall
 from ostinato.engine.choose import backend_of, choose
 from ostinato.engine.constraint import Constrain, Constraint, compiled_grammar
 from ostinato.engine.defaults import default_sampling
@@ -72,10 +73,12 @@ from ostinato.options import (
     loads,
 )
 from ostinato.processes import OpenedHere
+from ostinato.text.answer import GenerationInput
+from ostinato.text.chat import ChatFormat, ChatRequest
 from ostinato.text.of_checkpoint import template_of, tokenizer_of
-from ostinato.text.reasoning import Channels, Reasoning
 from ostinato.text.retrieval import forms_of
-from ostinato.text.template import ChatTemplate
+from ostinato.text.template import ChatTemplate, check_messages
+from ostinato.text.tools import read_allowed, read_tools
 
 if TYPE_CHECKING:
     from ostinato.decoder.cells.decoder import Decoder
@@ -86,6 +89,7 @@ if TYPE_CHECKING:
 Prompt: TypeAlias = str | Sequence[int]
 # A conversation: its messages, one message alone, or a text that is one message of the user.
 Messages: TypeAlias = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+CheckedInput: TypeAlias = tuple[RequestSpec, GenerationInput]  # what the engine runs, and what its text is made by
 
 
 class Score(NamedTuple):
@@ -125,6 +129,7 @@ class LLM:
         load_s: the seconds that loading took.
         tokenizer: turns text into token ids and back.
         template: its chat template; None if it has none.
+        chat_format: how it writes reasoning and tool calls.
         defaults: the sampling options that its files state.
         shape: its family, layers and sizes.
 
@@ -221,8 +226,7 @@ class LLM:
         self.tokenizer = tokenizer_of(self._checkpoint)
         self.template = template_of(self._checkpoint, self.tokenizer)
         self.retrieval = forms_of(self._checkpoint, self.template, by_words=bool(shape.rank_tokens))
-        reasoning = Reasoning.for_template(self.template, self.tokenizer)
-        self._channels = reasoning if isinstance(reasoning, Channels) else None  # other reasoning stays in the text
+        self.chat_format = ChatFormat(self.template, self.tokenizer, self.loop_follows)
 
     def __repr__(self) -> str:
         if self._closed:
@@ -333,8 +337,8 @@ class LLM:
         """
         check_call("generate(prompt", sampling, words)
         if is_one_prompt(prompt):
-            return self._complete([self._prompt_ids(prompt)], sampling, fresh=False)[0]
-        return self._complete([self._prompt_ids(one) for one in prompt], sampling, fresh=False)
+            return self._complete([self._continuing(prompt, sampling)])[0]
+        return self._complete([self._continuing(one, sampling) for one in prompt])
 
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, *, reuse: bool = False, **words: Never
@@ -357,19 +361,18 @@ class LLM:
             QueueFull: `slots` and `queue` are full with other requests.
         """
         check_call("stream(prompt", sampling, words)
-        ids = self._prompt_ids(prompt)
-        return self._stream_ids(ids, sampling, reuse=reuse, fresh=False)
+        return self._stream(self._continuing(prompt, sampling), reuse=reuse)
 
     @overload
-    def chat(self, messages: Messages, sampling: Sampling | None = None, **template_options: Any) -> Completion: ...
+    def chat(self, messages: Messages, sampling: Sampling | None = None, **words: Any) -> Completion: ...
     @overload
     def chat(
         self,
         messages: list[str] | Sequence[Sequence[Mapping[str, Any]]],
         sampling: Sampling | None = None,
-        **template_options: Any,
+        **words: Any,
     ) -> list[Completion]: ...
-    def chat(self, messages: Any, sampling: Sampling | None = None, **template_options: Any) -> Any:
+    def chat(self, messages: Any, sampling: Sampling | None = None, **words: Any) -> Any:
         """Answer a conversation, rendered by the model's chat template.
 
         >>> llm.chat([{"role": "user", "content": "hi"}], Sampling(max_tokens=8)).text  # doctest: +SKIP
@@ -377,27 +380,33 @@ class LLM:
         Args:
             messages: a conversation, or a list of conversations, which run together. A conversation is a list of
                 messages (mappings with `role` and `content`), one message, or a text, which is one message of the user.
-            sampling: how tokens are sampled; the default is the model's own.
-            template_options: variables of the template, such as `tools` or `enable_thinking`.
+            sampling: how tokens are sampled; the default is the model's own. A schema or a grammar is for the answer;
+                reasoning before it is free.
+            tools: functions that the model may call, in OpenAI's form: a list of
+                `{"type": "function", "function": {"name": ..., "description": ..., "parameters": schema}}`.
+            tool_choice: `auto`, the default, leaves the call to the model; `none`, `required`, or
+                `{"type": "function", "function": {"name": ...}}`.
+            parallel_tool_calls: whether an answer may have several calls; the default is true.
+            words: these three, and variables of the template, such as `enable_thinking`.
 
         Returns:
-            A `Completion`, or a list of them in the order of the conversations. If the model writes its reasoning as
-            messages of their own, as gpt-oss does, the text is the answer alone, and the reasoning is beside it.
+            A `Completion`, or a list of them in the order of the conversations. Its text is the answer alone: reasoning
+            is in `reasoning`, calls are in `tool_calls`.
 
         Raises:
             Unsupported: the model has no chat template.
             BadInput: a message lacks its role or content, or has a role that the template does not render.
-            BadOption: a word of `template_options` belongs into a `Sampling`, or the template does not read it.
+            BadOption: a word belongs into a `Sampling`, or the template does not read it.
             BadTemplate: the template refuses the conversation, or takes too long.
             PromptTooLong: the rendered conversation does not fit the context.
         """
-        check_chat("chat(messages", sampling, template_options)
+        check_chat("chat(messages", sampling, words)
         if is_several(messages):
-            return self._complete([self.chat_ids(one, **template_options) for one in messages], sampling, fresh=True)
-        return self._complete([self.chat_ids(messages, **template_options)], sampling, fresh=True)[0]
+            return self._complete([self._answering(one, sampling, words) for one in messages])
+        return self._complete([self._answering(messages, sampling, words)])[0]
 
     def stream_chat(
-        self, messages: Messages, sampling: Sampling | None = None, *, reuse: bool = False, **template_options: Any
+        self, messages: Messages, sampling: Sampling | None = None, *, reuse: bool = False, **words: Any
     ) -> Iterator[Piece]:
         """Answer a conversation, piece by piece.
 
@@ -408,52 +417,43 @@ class LLM:
             messages: the conversation, as for `chat`.
             sampling: how tokens are sampled; the default is the model's own.
             reuse: do not compute again a prefix that `load_state` has loaded.
-            template_options: variables of the template, such as `tools` or `enable_thinking`.
+            words: as for `chat`.
 
         Returns:
-            Pieces, as from `stream`, each with a part of the answer or of the reasoning; it raises what `chat` and
-            `stream` raise.
+            Pieces, as from `stream`, each with a part of the answer or of the reasoning; tool calls are in the
+            `Completion` of the last. It raises what `chat` and `stream` raise.
         """
-        check_chat("stream_chat(messages", sampling, template_options)
-        ids = self.chat_ids(messages, **template_options)
-        return self._stream_ids(ids, sampling, reuse=reuse, fresh=True)
+        check_chat("stream_chat(messages", sampling, words)
+        return self._stream(self._answering(messages, sampling, words), reuse=reuse)
 
-    def chat_text(self, messages: Messages, **template_options: Any) -> str:
+    def chat_text(self, messages: Messages, **words: Any) -> str:
         """A conversation as text, rendered by the model's chat template.
 
         >>> llm.chat_text([{"role": "user", "content": "hi"}])                         # doctest: +SKIP
 
         Args:
             messages: the conversation, as for `chat`.
-            template_options: variables of the template; one that it does not read has no effect.
+            words: as for `chat`.
 
         Raises:
             Unsupported: the model has no chat template.
             BadTemplate: the template refuses the conversation, or takes too long.
         """
-        template = self._chat_template()
-        if isinstance(messages, str):
-            messages = {"role": "user", "content": messages}
-        listed = [messages] if isinstance(messages, Mapping) else messages
-        if not listed and isinstance(listed, Sequence):
-            raise BadInput("the conversation is empty; give it at least one message")
-        return template.render(listed, **template_options)
+        return self.chat_format.render(self._chat_request(messages, None, words))
 
-    def chat_ids(self, messages: Messages, **template_options: Any) -> list[int]:
+    def chat_ids(self, messages: Messages, **words: Any) -> list[int]:
         """The token ids that `chat` gives to the model.
 
         >>> llm.chat_ids([{"role": "user", "content": "hi"}])                          # doctest: +SKIP
 
         Args:
             messages: the conversation, as for `chat`.
-            template_options: variables of the template; one that it does not read is refused.
+            words: as for `chat`.
 
         Returns:
             Token ids, with BOS once if the model has it.
         """
-        if template_options:
-            check_template_words(self._chat_template(), template_options)
-        return self.tokenizer.encode_rendered(self.chat_text(messages, **template_options))
+        return self.tokenizer.encode_rendered(self.chat_text(messages, **words))
 
     def submit(
         self,
@@ -479,9 +479,8 @@ class LLM:
         Raises:
             QueueFull: too many requests wait already.
         """
-        ids, complete = list(prompt), self._with_defaults(sampling)
-        request = self._engine.submit(ids, complete, sink=sink)
-        return Answer(self._origin, ids, complete, request, fresh=fresh, show=show)
+        asked = GenerationInput(list(prompt), self._with_defaults(sampling), fresh, tuple(show))
+        return Answer(self._origin, asked, self._engine.submit(asked.ids, asked.sampling, sink=sink))
 
     def slots(self) -> list[SlotView]:
         """The request in each slot now, and its progress."""
@@ -877,39 +876,62 @@ class LLM:
         complete = (sampling or Sampling()).over(self.defaults)
         return complete if complete.seed is not None else dataclasses.replace(complete, seed=secrets.randbits(53))
 
-    def _stream_ids(self, prompt: list[int], sampling: Sampling | None, *, reuse: bool, fresh: bool) -> Iterator[Piece]:
-        """`fresh`: the answer is a text of its own, not a continuation of the prompt."""
+    def _continuing(self, prompt: Prompt, sampling: Sampling | None) -> GenerationInput:
+        """The answer that continues a prompt."""
+        return GenerationInput(self._prompt_ids(prompt), sampling or Sampling(), fresh=False)
+
+    def _answering(self, messages: Messages, sampling: Sampling | None, words: Mapping[str, Any]) -> GenerationInput:
+        """The answer to a conversation."""
+        asked = self._chat_request(messages, sampling, words)
+        return self.chat_format.prepare(asked, self.chat_format.render(asked))
+
+    def _chat_request(self, messages: Messages, sampling: Sampling | None, words: Mapping[str, Any]) -> ChatRequest:
+        """A conversation and the words of a call about it, checked."""
+        template, options = self._chat_template(), dict(words)
+        given = [options.pop(name, None) for name in ("tools", "tool_choice", "parallel_tool_calls")]
+        tools, choice = read_allowed(given[1], read_tools(given[0]))
+        continues = bool(options.pop("continue_final_message", False))
+        check_template_words(template, options, tools=bool(tools))
+        if isinstance(messages, str):
+            messages = {"role": "user", "content": messages}
+        listed = [messages] if isinstance(messages, Mapping) else messages
+        asked = ChatRequest(
+            messages=check_messages(listed),
+            sampling=sampling or Sampling(),
+            tools=tools if choice != "none" else (),
+            choice=choice,
+            parallel=given[2] is not False,
+            continues=continues,
+            template_options=options,
+        )
+        if not asked.messages:
+            raise BadInput("the conversation is empty; give it at least one message")
+        if asked.tools_and_other_format:
+            raise BadOption("tools go with a schema or with free text, not with a regex, a choice or a grammar")
+        return asked
+
+    def _stream(self, asked: GenerationInput, *, reuse: bool) -> Iterator[Piece]:
         # Checked here, not at the first piece: a bad prompt is refused by the call.
-        checked = self._checked([prompt], sampling, reuse=reuse, fresh=fresh)
-        return (piece for _, piece in self._pieces(checked, fresh=fresh, wait=False))
+        checked = self._checked([asked], reuse=reuse)
+        return (piece for _, piece in self._pieces(checked, wait=False))
 
-    def _complete(self, prompts: list[list[int]], sampling: Sampling | None, *, fresh: bool) -> list[Completion]:
-        """Answers to prompts that run together, in order; all prompts are checked first."""
-        pieces = self._pieces(self._checked(prompts, sampling, fresh=fresh), fresh=fresh, wait=True)
+    def _complete(self, asked: list[GenerationInput]) -> list[Completion]:
+        """Answers that are generated together, in order; all prompts are checked first."""
+        pieces = self._pieces(self._checked(asked), wait=True)
         done = {number: piece.completion for number, piece in pieces if piece.completion is not None}
-        return [done[number] for number in range(len(prompts))]
+        return [done[number] for number in range(len(asked))]
 
-    def _checked(
-        self, prompts: list[list[int]], sampling: Sampling | None, *, reuse: bool = False, fresh: bool
-    ) -> list[tuple[RequestSpec, Sampling]]:
-        """Checked requests, and the sampling of each, with a seed of its own."""
+    def _checked(self, asked: list[GenerationInput], *, reuse: bool = False) -> list[CheckedInput]:
+        """Checked requests; the sampling of each is complete, with a seed of its own."""
         self._check_usable()
-        complete = [self._with_defaults(sampling) for _ in prompts]
-        if fresh and self._channels is not None:  # a rule is for the message that answers
-            complete = [self._channels.before(one, prompt="") for one in complete]
-        specs = [self._engine.check(*asked, resume=reuse, keep=True) for asked in zip(prompts, complete, strict=True)]
-        return list(zip(specs, complete, strict=True))
+        complete = [dataclasses.replace(one, sampling=self._with_defaults(one.sampling)) for one in asked]
+        return [(self._engine.check(one.ids, one.sampling, resume=reuse, keep=True), one) for one in complete]
 
-    def _answer(self, spec: RequestSpec, sampling: Sampling, request: Request, *, fresh: bool) -> Answer:
-        """What makes text of a request's tokens; in a chat it separates the messages of a model that writes several."""
-        if not fresh or self._channels is None:
-            return Answer(self._origin, spec.prompt, sampling, request, fresh=fresh)
-        parser, show = self._channels.parser(prompt=""), self._channels.markers
-        return Answer(self._origin, spec.prompt, sampling, request, fresh=fresh, show=show, parser=parser)
+    def _answer(self, asked: GenerationInput, request: Request) -> Answer:
+        """What makes text of a request's tokens."""
+        return Answer(self._origin, asked, request)
 
-    def _pieces(
-        self, checked: list[tuple[RequestSpec, Sampling]], *, fresh: bool, wait: bool
-    ) -> Iterator[tuple[int, Piece]]:
+    def _pieces(self, checked: list[CheckedInput], *, wait: bool) -> Iterator[tuple[int, Piece]]:
         """Pieces of answers that run together, each with the number of its request. Requests are submitted as the queue
         allows; if it is full while none of these runs: `wait` for room, or QueueFull."""
         heard: MessageQueue[tuple[Request, RequestMessage]] = MessageQueue(self._engine.helper)
@@ -918,14 +940,14 @@ class LLM:
         try:
             while running or n_put < len(checked):
                 while n_put < len(checked):
-                    spec, sampling = checked[n_put]
+                    spec, asked = checked[n_put]
                     try:
                         request = self._engine.put(spec, wait=wait and not running, sink=lambda *told: heard.put(told))
                     except QueueFull:
                         if not running:
                             raise
                         break
-                    running[request.id] = n_put, self._answer(spec, sampling, request, fresh=fresh)
+                    running[request.id] = n_put, self._answer(asked, request)
                     n_put += 1
                 request, message = heard.get()
                 if request.id not in running:

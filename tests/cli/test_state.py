@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ostinato import LLM, Sampling
-from ostinato.text.reasoning import Channels
+from ostinato.text.reasoning import Reasoning
 from tests.cli import tiny_model
 from tests.cli.conftest import RunCli
 
@@ -43,7 +43,7 @@ def test_a_conversation_goes_on_from_the_answer_and_not_from_its_reasoning(
     ostinato: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model.write(tmp_path / "channels.gguf", change=tiny_model.of_channels)
-    monkeypatch.setattr(Channels, "before", lambda _, sampling, prompt: sampling)
+    monkeypatch.setattr(Reasoning, "before", lambda _, sampling, prompt, calls: sampling)
     with LLM(model, device="cpu", context=64) as llm:
         words = ("--model", model, "--state", tmp_path / "talk.state", "--grammar", tmp_path / "script.lark")
         (tmp_path / "script.lark").write_text(tiny_model.script(llm.tokenizer, tiny_model.CHANNELS))

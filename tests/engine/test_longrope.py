@@ -18,6 +18,7 @@ from ostinato.cache.state_bytes import describe, identify, pack, unpack
 from ostinato.decoder.batch.batch import Batch
 from ostinato.engine.answer import Origin
 from ostinato.errors import BadFile
+from ostinato.text.answer import GenerationInput
 from tests.models import tiny
 
 NAME: Final = "phi3-long"
@@ -87,8 +88,8 @@ def test_sequences_of_both_kinds_side_by_side_have_the_bits_that_they_have_alone
         alone = [told(llm.generate(ids, greedy(most, logprobs=2))) for ids, most in asked]
         specs = [llm._engine.check(ids, llm._with_defaults(greedy(most, logprobs=2))) for ids, most in asked]
         assert [spec.rope_set for spec in specs] == [0, 1, 0, 1]
-        checked = [(spec, spec.sampling) for spec in specs]
-        pieces = llm._pieces(checked, fresh=False, wait=True)
+        checked = [(spec, GenerationInput(list(spec.prompt), spec.sampling, fresh=False)) for spec in specs]
+        pieces = llm._pieces(checked, wait=True)
         done = {number: piece.completion for number, piece in pieces if piece.completion is not None}
     assert [told(done[number]) for number in range(4)] == alone
 

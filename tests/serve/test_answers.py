@@ -413,7 +413,7 @@ def test_an_optional_call_follows_its_schema_in_the_format_of_the_model(
 
     model = tiny_model.write(tmp_path / "tiny.gguf", context=1024, change=change)
     with serving(model, llm={"context": 1024, "slots": 1}) as server:
-        assert server.service.tool_format.name == name
+        assert server.llm.chat_format.tools.name == name
         body: Any = {"messages": HELLO, "tools": TOOLS, "parallel_tool_calls": False, **FEW, "max_tokens": 100}
         if name in ("python", "gemma"):
             body["logit_bias"] = {str(tiny_model.VOCAB - 1): 100, str(server.llm.tokenizer.eos_id): 50}

@@ -227,7 +227,7 @@ def test_whole_characters_in_two_escapes_are_none_of_them(server: Running) -> No
 
 def test_our_own_faults_tell_nothing_of_the_inside(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with serving(tiny, llm={"context": 64, "slots": 1}) as server:
-        object.__setattr__(server.service, "tool_format", None)
+        object.__setattr__(server.llm.chat_format, "tools", None)
         reply = server.post(CHAT, {"messages": [{"role": "tool", "content": "x"}]})
     assert reply.status_code == 500
     assert reply.json()["error"]["type"] == "server_error"

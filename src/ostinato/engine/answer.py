@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ostinato.engine.request import FinishReason, GrammarPath, HeldSequence, Request, Token
 from ostinato.options import Sampling
-from ostinato.text.answer import Parser
+from ostinato.text.answer import CallDelta, GenerationInput
 from ostinato.text.stream import TextStream
 from ostinato.text.tokenizer import Tokenizer
 
@@ -62,6 +62,21 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function that the model asks for.
+
+    Attributes:
+        id: names the call; the message with its result has it as `tool_call_id`.
+        name: of the function.
+        arguments: JSON text, as the model wrote it: an object, unless the answer was cut off.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
 class _Digest:
     """A field that is given as a function and computed when it is first read."""
 
@@ -83,8 +98,7 @@ class Completion:
     """An answer, and how it was made.
 
     Attributes:
-        text: the answer, without stop strings and control tokens. It includes a thinking model's reasoning, unless that
-            is in `reasoning`.
+        text: the answer, without stop strings and control tokens; in a chat without reasoning and calls.
         token_ids: its tokens, including the one that ended it.
         prompt_ids: the prompt's tokens.
         finish_reason: `stop` (the model's end, or a stop string or id) or `length` (`max_tokens`, or the context).
@@ -94,8 +108,8 @@ class Completion:
         cached_tokens: tokens of the prompt that were in memory already and not computed again.
         digest: a hash of the model, the options that matter and the token ids: same digest, same computation. It is
             computed when it is read, or when the completion is pickled or becomes a dictionary.
-        reasoning: in a chat with a model that writes its reasoning as messages of their own (gpt-oss, Muse Glimmer),
-            the text of these; else empty.
+        reasoning: in a chat, what a thinking model wrote before its answer; else empty.
+        tool_calls: in a chat with tools, the calls that the model asks for.
     """
 
     text: str
@@ -108,6 +122,17 @@ class Completion:
     cached_tokens: int
     digest: _Digest = field(default=_Digest(), compare=False)
     reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as the assistant's message, to be appended to the conversation."""
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.tool_calls
+        ]
+        thought = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return {"role": "assistant", "content": self.text, **thought, **({"tool_calls": calls} if calls else {})}
 
     def __repr__(self) -> str:
         shown = self.text if len(self.text) <= 60 else f"{self.text[:57]}..."
@@ -175,27 +200,16 @@ class Origin:
 class Answer:
     """Its text and tokens so far. `source` may be cancelled."""
 
-    def __init__(
-        self,
-        origin: Origin,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        source: Request,
-        *,
-        fresh: bool,
-        show: Collection[str] = (),
-        parser: Parser | None = None,
-    ) -> None:
-        """`fresh`: the answer is a new text and does not continue the prompt's. `show`: control tokens to be shown.
-        `parser` separates the reasoning from the text."""
-        self._origin, self._prompt, self._sampling, self.source = origin, prompt, sampling, source
+    def __init__(self, origin: Origin, asked: GenerationInput, source: Request) -> None:
+        self._origin, self._prompt, self._sampling, self.source = origin, asked.ids, asked.sampling, source
         # Text under a grammar is shown byte for byte: a blank at its start belongs to the grammar.
-        at_start = fresh and sampling.rule is None
-        self._text = TextStream(origin.tokenizer, sampling.stop, at_start=at_start, show=show)
+        at_start = asked.fresh and asked.sampling.rule is None
+        self._text = TextStream(origin.tokenizer, asked.sampling.stop, at_start=at_start, show=asked.show)
+        self._reader = asked.reader()
         self._tokens: list[Token] = []
-        self._parser = parser
         self._shown: list[str] = []
         self._reasoning: list[str] = []
+        self._calls: list[ToolCall] = []
 
     @property
     def held(self) -> HeldSequence:
@@ -211,16 +225,24 @@ class Answer:
         reason: FinishReason | None = "stop" if text.stopped else token.finish_reason
         if reason is not None and not text.stopped:
             new += text.finish()
-        thought = ""
-        if self._parser is not None:
-            deltas = self._parser.feed(new) + (self._parser.finish() if reason is not None else [])
-            new = "".join(delta.content for delta in deltas)
-            thought = "".join(delta.reasoning for delta in deltas)
+        deltas = self._reader.feed(new) + (self._reader.finish() if reason is not None else [])
+        new = "".join(delta.content for delta in deltas)
+        thought = "".join(delta.reasoning for delta in deltas)
+        for delta in deltas:
+            if delta.call is not None:
+                self._add_call(delta.call)
         self._shown.append(new)
         self._reasoning.append(thought)
         if reason is None:
             return Piece(new, token.token, reasoning=thought)
         return Piece(new, token.token, reason, self._completion(reason), text.met, thought)
+
+    def _add_call(self, call: CallDelta) -> None:
+        if call.name is not None:
+            self._calls.append(ToolCall(call.id or "", call.name, call.arguments))
+        else:
+            so_far = self._calls[call.index]
+            self._calls[call.index] = dataclasses.replace(so_far, arguments=so_far.arguments + call.arguments)
 
     def _completion(self, reason: FinishReason) -> Completion:
         tokens, sampling, source = self._tokens, self._sampling, self.source
@@ -248,4 +270,5 @@ class Answer:
             cached_tokens=source.cached_tokens,
             digest=self._origin.digest(sampling, self._prompt, ids, source.spec.rope_set),
             reasoning="".join(self._reasoning),
+            tool_calls=tuple(self._calls),
         )

@@ -11,7 +11,7 @@ import hashlib
 import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Final, NamedTuple
 
 from ostinato.engine.answer import Answer, Completion, Piece
@@ -19,24 +19,15 @@ from ostinato.engine.request import Request, Token
 from ostinato.engine.token_queue import TokenQueue
 from ostinato.errors import EngineDead, PromptTooLong
 from ostinato.llm import LLM
-from ostinato.options import MAX_SEED, Sampling
+from ostinato.options import MAX_SEED
 from ostinato.serve.errors import TOO_LONG, Refusal, told
 from ostinato.serve.log import Record
 from ostinato.serve.script import scripted_text
 from ostinato.serve.service import Service
+from ostinato.text.answer import GenerationInput
 from ostinato.text.grammar import with_control_tokens
 
 LONGEST_WAIT_FOR_SUM_S: Final = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationInput:
-    """One requested answer. `show`: special tokens whose text appears in the answer, because a parser reads it."""
-
-    ids: list[int]
-    sampling: Sampling
-    fresh: bool
-    show: tuple[str, ...] = ()
 
 
 class TokenUpdate(NamedTuple):

@@ -14,7 +14,6 @@ from ostinato.serve import logprobs
 from ostinato.serve.answers import TokenUpdate
 from ostinato.serve.conversation import (
     AnswerDeltas,
-    ChatRequest,
     effort_options,
     ignored_header,
     submitted,
@@ -26,6 +25,7 @@ from ostinato.serve.reply import reply
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import ChatBody
 from ostinato.text.answer import AnswerReader, CallDelta, Delta
+from ostinato.text.chat import ChatRequest
 from ostinato.text.tokenizer import Tokenizer
 from ostinato.text.tools import read_allowed, read_tools
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from ostinato.engine.request import check_prompt
 from ostinato.llm import LLM
-from ostinato.serve.answers import Answers, GenerationInput, TokenUpdate, repeated
+from ostinato.serve.answers import Answers, TokenUpdate, repeated
 from ostinato.serve.conversation import ignored_header
 from ostinato.serve.errors import Refusal, renamed
 from ostinato.serve.log import Record
@@ -19,6 +19,7 @@ from ostinato.serve.reply import reply
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import CompletionBody, several
 from ostinato.serve.stream import client_gone, while_connected
+from ostinato.text.answer import GenerationInput
 from ostinato.text.tokenizer import Tokenizer
 
 

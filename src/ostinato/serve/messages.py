@@ -18,8 +18,6 @@ from ostinato.serve.answer_parts import AnswerParts, Event
 from ostinato.serve.answers import Answers, TokenUpdate
 from ostinato.serve.conversation import (
     AnswerDeltas,
-    ChatRequest,
-    FieldNames,
     TranslatedBody,
     effort_options,
     ignored_header,
@@ -33,6 +31,7 @@ from ostinato.serve.messages_body import CountBody, CustomTool, MessagesBody, me
 from ostinato.serve.messages_output import NewBlock
 from ostinato.serve.service import Service
 from ostinato.serve.stream import EventStream, at_once, formatted, json_response, named_event
+from ostinato.text.chat import ChatRequest, FieldNames
 from ostinato.text.tools import TemplateMessage, Tool, ToolChoice, read_choice, read_tools
 
 PING: Final = named_event({"type": "ping"})
@@ -78,7 +77,7 @@ def translated(service: Service, llm: LLM, body: CountBody) -> TranslatedBody:
         ignored += ["output_config.effort"] if known is None else []
     if (thinking := body.thinking) is not None:
         wanted = thinking.type != "disabled"
-        known = thinking_options(service, llm.template, wanted)
+        known = thinking_options(llm, wanted)
         options |= known or {}
         ignored += ["thinking"] if known is None else []
         ignored += ["thinking.budget_tokens"] if thinking.budget_tokens is not None else []

@@ -18,12 +18,10 @@ from starlette.responses import Response
 
 from ostinato.llm import LLM
 from ostinato.serve.answer_parts import AnswerParts
-from ostinato.serve.answers import Answers, GenerationInput, TokenUpdate
+from ostinato.serve.answers import Answers, TokenUpdate
 from ostinato.serve.completions import prompt_ids
 from ostinato.serve.conversation import (
     AnswerDeltas,
-    ChatRequest,
-    FieldNames,
     TranslatedBody,
     effort_options,
     ignored_header,
@@ -38,7 +36,8 @@ from ostinato.serve.ollama_body import AnswerBody, EmbedBody, GenerateBody, OldE
 from ostinato.serve.ollama_output import NewMessagePart, joined
 from ostinato.serve.service import Service
 from ostinato.serve.stream import LINES, EventStream, at_once, client_gone, encode, formatted, json_response
-from ostinato.text.answer import AnswerReader
+from ostinato.text.answer import AnswerReader, GenerationInput
+from ostinato.text.chat import ChatRequest, FieldNames
 from ostinato.text.tools import read_allowed, read_tools
 
 _CHAT_NAMES: Final = FieldNames("messages", "format")
@@ -92,7 +91,7 @@ def translated(service: Service, llm: LLM, body: AnswerBody) -> TranslatedBody:
     options: dict[str, Any] = {}
     if body.think is not None and not body.is_raw:
         known = (
-            thinking_options(service, llm.template, body.think)
+            thinking_options(llm, body.think)
             if isinstance(body.think, bool)
             else effort_options(llm.template, body.think)
         )

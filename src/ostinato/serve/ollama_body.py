@@ -19,12 +19,12 @@ from ostinato.serve.errors import Refusal
 from ostinato.serve.shapes import (
     Body,
     FunctionCall,
+    MadeCall,
     Message,
     MostTokens,
     Role,
     SamplingBody,
     Sent,
-    ToolCall,
     check_same,
 )
 from ostinato.text.tools import TemplateMessage
@@ -199,7 +199,7 @@ class OllamaChatBody(AnswerBody):
             if message.images:
                 raise Refusal(400, f"messages[{index}].images: {_NO_IMAGES}", param=f"messages[{index}].images")
             calls = [
-                ToolCall(
+                MadeCall(
                     id=call.id or f"call_{index}_{number}",
                     function=FunctionCall(name=call.function.name, arguments=call.function.text),
                 )

@@ -99,7 +99,7 @@ def listed(service: Service) -> dict[str, Any]:
         return {**_names(service), "modified_at": timestamp(service.started), "size": 0, "digest": "", "details": {}}
     file = model_file(llm.path)
     facts = {"modified_at": timestamp(file.modified), **_sizes(service, llm, file)}
-    return {**_names(service), **facts, "capabilities": _capabilities(service, llm)}
+    return {**_names(service), **facts, "capabilities": _capabilities(llm)}
 
 
 def listed_file(id: str, model: str, started: int) -> dict[str, Any]:
@@ -147,7 +147,7 @@ async def show(service: Service, body: ShowBody, request: Request) -> Response:
 def shown(service: Service, llm: LLM) -> dict[str, Any]:
     """What a loaded model is."""
     template = "" if llm.template is None else llm.template.source
-    model = ShownModel(service.model_id, llm.shape, llm.context, llm.defaults, template, _capabilities(service, llm))
+    model = ShownModel(service.model_id, llm.shape, llm.context, llm.defaults, template, _capabilities(llm))
     return _shown(model, model_file(llm.path))
 
 
@@ -232,8 +232,9 @@ def _info(model: ShownModel, file: ModelFile) -> dict[str, Any]:
     return general | {f"{shape.family}.{name}": value for name, value in sizes.items()}
 
 
-def _capabilities(service: Service, llm: LLM) -> list[str]:
-    return [*_can(llm.shape, llm.template is not None), *(["thinking"] if service.reasoning is not None else [])]
+def _capabilities(llm: LLM) -> list[str]:
+    thinks = llm.chat_format.reasoning is not None
+    return [*_can(llm.shape, llm.template is not None), *(["thinking"] if thinks else [])]
 
 
 def _can(shape: Shape, chats: bool) -> list[str]:

@@ -17,8 +17,6 @@ from ostinato.serve.answer_parts import AnswerParts, Event
 from ostinato.serve.answers import Answers, TokenUpdate
 from ostinato.serve.conversation import (
     AnswerDeltas,
-    ChatRequest,
-    FieldNames,
     effort_options,
     ignored_header,
     n_prompt_tokens,
@@ -54,6 +52,7 @@ from ostinato.serve.sealed import sealed
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import JsonFormat
 from ostinato.serve.stream import EventStream, at_once, formatted, json_response, named_event
+from ostinato.text.chat import ChatRequest, FieldNames
 from ostinato.text.tools import Tool, ToolChoice, allowed, read_choice, read_tools
 
 NOT_KEPT: Final = (

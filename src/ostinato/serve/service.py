@@ -25,8 +25,6 @@ from ostinato.serve.metrics import Metrics
 from ostinato.serve.response_keeper import LocalKeeper, ResponseKeeper
 from ostinato.serve.response_store import ResponseStore
 from ostinato.serve.settings import ServeOptions, is_among, name_in_answer
-from ostinato.text.reasoning import Reasoning
-from ostinato.text.tools import ToolFormat
 
 ServiceState = Literal["loading", "ready", "draining", "dead"]
 T = TypeVar("T")
@@ -82,8 +80,6 @@ class Service:
     def open(self, llm: LLM) -> None:
         """The model is loaded: accept requests from now on. Call on the event loop."""
         self._dispatcher = TokenDispatcher(asyncio.get_running_loop())
-        self.tool_format = ToolFormat.for_template(llm.template, llm.tokenizer)
-        self.reasoning = Reasoning.for_template(llm.template, llm.tokenizer)
         self.system_fingerprint = _system_fingerprint(llm)
         self._longest_token = max(map(len, llm.tokenizer.shown), default=1)
         self.model = llm

@@ -165,7 +165,7 @@ class FunctionCall(Strict):
     arguments: str
 
 
-class ToolCall(FailFastModel):
+class MadeCall(FailFastModel):
     """A call that a model has made."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -183,7 +183,7 @@ class Message(FailFastModel):
     role: Role
     content: str | list[Part] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[MadeCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(default=None, description="Another name of `reasoning_content`.")

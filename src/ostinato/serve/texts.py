@@ -9,10 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ostinato.options import Sampling
-from ostinato.serve.conversation import ChatRequest, rendered
+from ostinato.serve.conversation import rendered
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import DetokenizeBody, TemplateBody, TokenizeBody
 from ostinato.serve.stream import json_response
+from ostinato.text.chat import ChatRequest
 from ostinato.text.tools import read_tools
 
 
@@ -46,7 +47,7 @@ async def apply_template(service: Service, body: TemplateBody, request: Request)
     messages = [message.for_template() for message in body.messages]
     continues = bool(body.continue_final_message)
     asked = ChatRequest(messages, Sampling(), read_tools(body.tools), continues=continues, template_options=options)
-    return json_response({"prompt": await service.in_template_thread(rendered, service, llm, asked)})
+    return json_response({"prompt": await service.in_template_thread(rendered, llm, asked)})
 
 
 def tokenizer_info(service: Service, model: str | None, request: Request) -> Response:

@@ -6,9 +6,11 @@ joined, they are the message. Nothing here knows about tokens or HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
+
+from ostinato.options import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +77,22 @@ class AnswerReader:
         kept = [delta for delta in deltas if delta.call is None or most is None or delta.call.index < most]
         self.n_calls = max([self.n_calls, *(delta.call.index + 1 for delta in kept if delta.call is not None)])
         return kept
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationInput:
+    """One answer to generate.
+
+    Attributes:
+        ids: the prompt's tokens.
+        sampling: how tokens are sampled.
+        fresh: whether the answer is a text of its own, as in a conversation, and does not continue the prompt's.
+        show: special tokens whose text appears in the answer, because its reader parses them.
+        reader: makes the reader of the answer's text.
+    """
+
+    ids: list[int]
+    sampling: Sampling
+    fresh: bool
+    show: tuple[str, ...] = ()
+    reader: Callable[[], AnswerReader] = AnswerReader
