@@ -369,6 +369,7 @@ def test_sampling_words_of_a_call_are_told_their_place(tiny_llm: LLM, call: str)
         ({"tools": [{"type": "function"}]}, r"tools\[0\]\.function is missing"),
         ({"tools": [len]}, r"tools\[0\] must be of the form"),
         ({"tool_choice": "required"}, "there are no tools"),
+        ({"parallel_tool_calls": "no"}, "must be True or False"),
         ({"tool_choice": "sometimes"}, "must be none, auto, required, or name a function"),
     ],
 )

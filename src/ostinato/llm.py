@@ -888,9 +888,11 @@ class LLM:
     def _chat_request(self, messages: Messages, sampling: Sampling | None, words: Mapping[str, Any]) -> ChatRequest:
         """A conversation and the words of a call about it, checked."""
         template, options = self._chat_template(), dict(words)
-        given = [options.pop(name, None) for name in ("tools", "tool_choice", "parallel_tool_calls")]
-        tools, choice = read_allowed(given[1], read_tools(given[0]))
-        continues = bool(options.pop("continue_final_message", False))
+        tools, choice = read_allowed(options.pop("tool_choice", None), read_tools(options.pop("tools", None)))
+        parallel, continues = options.pop("parallel_tool_calls", True), options.pop("continue_final_message", False)
+        for name, value in (("parallel_tool_calls", parallel), ("continue_final_message", continues)):
+            if not isinstance(value, bool):
+                raise BadOption(f"{name} is {value!r}; it must be True or False")
         check_template_words(template, options, tools=bool(tools))
         if isinstance(messages, str):
             messages = {"role": "user", "content": messages}
@@ -900,7 +902,7 @@ class LLM:
             sampling=sampling or Sampling(),
             tools=tools if choice != "none" else (),
             choice=choice,
-            parallel=given[2] is not False,
+            parallel=parallel,
             continues=continues,
             template_options=options,
         )
