@@ -28,7 +28,7 @@ from ostinato.text.program import TOOK_TOO_LONG, Program, TookTooLong
 from ostinato.text.schema import followable
 from ostinato.text.schema_program import ascii_classes, schema_node
 from ostinato.text.walk import FOLDER as WALK
-from ostinato.text.walk import MOST_KEPT, POSITION_WORDS
+from ostinato.text.walk import MAX_DEPTH, MOST_KEPT, POSITION_WORDS
 
 SOURCES: Final = Path(__file__).parent / "src"
 SOURCE: Final = "automaton.cpp"
@@ -77,7 +77,12 @@ class Automaton:
 
 
 def compiled(
-    program: Program, *, max_states: int = MAX_STATES, max_words: int = MAX_WORDS, max_ms: int = MAX_MS
+    program: Program,
+    *,
+    max_states: int = MAX_STATES,
+    max_words: int = MAX_WORDS,
+    max_ms: int = MAX_MS,
+    max_depth: int = MAX_DEPTH,
 ) -> Automaton:
     """The automaton of a program; BadOption if it cannot be had within the limits."""
     made, error = ctypes.POINTER(ctypes.c_int)(), ctypes.create_string_buffer(256)
@@ -88,6 +93,7 @@ def compiled(
         max_states,
         max_words,
         max_ms,
+        max_depth,
         ctypes.byref(made),
         error,
         len(error),

@@ -22,6 +22,8 @@ namespace {
 // Bounds above `LARGE` count instead of being written out.
 constexpr int LARGE = 12;
 
+constexpr int NO_BOUND = INT_MAX / 2;  // more open calls than any walk has
+
 enum ProgramOp {
   PROGRAM_NOTHING,
   PROGRAM_LITERAL,   // offset and length in the texts
@@ -48,6 +50,7 @@ struct Edge {
 struct State {
   bool explored = false;
   bool live = false;
+  int needs = 0;  // calls that must be opened from here, one inside of the other, to complete this one
   std::vector<Edge> edges;
   std::vector<std::pair<int, int>> tokens;
   int limit = 0, reached = 0;
@@ -66,13 +69,20 @@ class Compiler {
 
   bool knew_what_may_be_empty() const { return x_.may_be_empty == empty_after_all; }
 
+  // The automaton; nothing of use where `to_open` has changed.
   std::vector<int> compile() {
     root_ = settled(root_).expression;
     explore(root_);
+    find_users();
     mark_live();
     if (!state(root_).live) throw Refused("no text satisfies it");
     number();
     check_returns();
+    if (to_open != x_.open) return {};
+    find_needs();
+    if (!state(root_).live)
+      throw Refused("its shortest texts nest deeper than " + std::to_string(limits_.depth) + " open calls");
+    number();  // without the states that need more
     return written();
   }
 
@@ -89,7 +99,9 @@ class Compiler {
   std::vector<int> numbered_;       // expressions that are states of the automaton
   std::vector<int> number_;         // the inverse
   std::vector<Bytes> first_;        // by procedure
+  std::vector<std::vector<int>> users_;  // by expression: the states with an edge to it
   int n_edges_ = 0;
+  bool has_counters_ = false;
 
   void build(const int* program, int words, const char* texts, const std::vector<bool>& open) {
     std::vector<int> made;
@@ -268,29 +280,38 @@ class Compiler {
     return {byte, byte, to.bits | EDGE_CALL, to.expression, back.expression, back.bits, false};
   }
 
-  // A state is live if a text leads from it to the end. A call needs the callee and what follows.
-  void mark_live() {
-    for (int id : spread([&](int id) { return x_[id].nullable; }, true)) states_[id].live = true;
-    bool counters = false;
-    for (int id : order_) counters |= states_[id].limit != 0;
-    if (counters) check_counters();
-  }
-
-  // The states that hold, or that have an edge to one that does (or, with `at_limit`, whose state at the limit does).
-  template <class Holds>
-  std::vector<int> spread(Holds holds, bool at_limit) {
-    std::vector<std::vector<int>> users(states_.size());
-    std::vector<bool> found(states_.size());
-    std::vector<int> todo;
+  void find_users() {
+    users_.resize(states_.size());
     for (int id : order_) {
       const State& s = states_[id];
       for (const Edge& e : s.edges) {
-        users[e.target].push_back(id);
-        if (e.bits & EDGE_CALL) users[e.back].push_back(id);
+        users_[e.target].push_back(id);
+        if (e.bits & EDGE_CALL) users_[e.back].push_back(id);
       }
-      for (auto& [token, target] : s.tokens) users[target].push_back(id);
-      if (s.limit && at_limit) users[s.reached].push_back(id);
-      if (!holds(id)) continue;
+      for (auto& [token, target] : s.tokens) users_[target].push_back(id);
+      if (s.limit) users_[s.reached].push_back(id);
+    }
+  }
+
+  using Set = std::vector<bool>;  // by expression
+
+  // A state is live if a text leads from it to the end. A call needs the callee and what follows.
+  void mark_live() {
+    Set all(states_.size());
+    for (int id : order_) all[id] = true;
+    Set live = spread(all, [&](int id) { return x_[id].nullable; }, nullptr, true);
+    for (int id : order_) states_[id].live = live[id];
+    check_counters(live);
+  }
+
+  // The states of `among` that hold, or that have an edge to one that does (or, with `at_limit`, whose state at the limit
+  // does). An edge that calls needs where it returns, and its callee among `callees`, or if that is null among the found.
+  template <class Holds>
+  Set spread(const Set& among, Holds holds, const Set* callees, bool at_limit) {
+    Set found(states_.size());
+    std::vector<int> todo;
+    for (int id : order_) {
+      if (!among[id] || !holds(id)) continue;
       found[id] = true;
       todo.push_back(id);
     }
@@ -298,46 +319,92 @@ class Compiler {
       const State& s = states_[id];
       if (at_limit && s.limit && found[s.reached]) return true;
       for (const Edge& e : s.edges)
-        if (found[e.target] && (!(e.bits & EDGE_CALL) || found[e.back])) return true;
+        if (passes(e, found, callees ? *callees : found)) return true;
       for (auto& [token, target] : s.tokens)
         if (found[target]) return true;
       return false;
     };
     for (size_t i = 0; i < todo.size(); ++i) {
-      for (int user : users[todo[i]]) {
-        if (found[user] || !leads(user)) continue;
+      for (int user : users_[todo[i]]) {
+        if (found[user] || !among[user] || !leads(user)) continue;
         found[user] = true;
         todo.push_back(user);
       }
     }
-    return todo;
+    return found;
+  }
+
+  // Whether an edge leads to a state of a set within this call; its callee, if it calls, must be one of `callees`.
+  static bool passes(const Edge& e, const Set& to, const Set& callees) {
+    return e.bits & EDGE_CALL ? callees[e.target] && to[e.back] : to[e.target];
+  }
+
+  // The states of `among` from which edges lead to the end of the call, or to a state of `among` with a higher count.
+  Set progressing(const Set& among, const Set* callees) {
+    auto progresses = [&](int id) {
+      if (x_[id].nullable) return true;
+      for (const Edge& e : states_[id].edges) {
+        bool counts = (e.bits & EDGE_CALL ? e.back_bits : e.bits) & COUNT_ADD;
+        if (counts && passes(e, among, callees ? *callees : among)) return true;
+      }
+      return false;
+    };
+    return spread(among, progresses, callees, false);
   }
 
   // Whether a state is live must not depend on its counter: its state at the limit is live if it is, and from every live
   // state edges lead to the end, or to a live state with a higher count. Then every allowed byte can be completed.
-  void check_counters() {
-    auto progresses = [&](int id) {
-      if (x_[id].nullable) return true;
-      for (const Edge& e : states_[id].edges) {
-        bool counts = e.bits & COUNT_ADD || (e.bits & EDGE_CALL && e.back_bits & COUNT_ADD);
-        if (counts && states_[e.target].live && (!(e.bits & EDGE_CALL) || states_[e.back].live)) return true;
-      }
-      return false;
-    };
-    size_t n_live = 0;
+  void check_counters(const Set& live) {
     for (int id : order_) {
       const State& s = states_[id];
-      n_live += s.live;
+      has_counters_ |= s.limit != 0;
       if (s.limit && s.live != states_[s.reached].live) throw CountersClash();
     }
-    if (spread(progresses, false).size() != n_live) throw CountersClash();
+    if (has_counters_ && progressing(live, nullptr) != live) throw CountersClash();
+  }
+
+  // The largest part of `among` whose states can complete their call within it, whatever their counter is, with calls of
+  // `callees` alone.
+  Set completed(Set among, const Set& callees) {
+    for (;;) {
+      limits_.check_time();
+      Set found = progressing(among, &callees);
+      if (!has_counters_) return found;
+      for (int id : order_)
+        if (found[id] && states_[id].limit && !found[states_[id].reached]) found[id] = false;
+      if (found == among) return found;
+      among = std::move(found);
+    }
+  }
+
+  // How many calls must be opened inside of one another to complete the call of a state, whatever its counter is. States
+  // that need more than there are on the stack are not live.
+  void find_needs() {
+    Set before(states_.size()), live(states_.size());
+    for (int id : order_) live[id] = states_[id].live;
+    for (int calls = 0; calls <= limits_.depth && before != live; ++calls) {
+      Set found = completed(live, before);
+      for (int id : order_)
+        if (found[id] && !before[id]) states_[id].needs = calls;
+      before = std::move(found);
+    }
+    for (int id : order_) {
+      State& s = states_[id];
+      s.live = before[id];
+      s.edges.erase(std::remove_if(s.edges.begin(), s.edges.end(), [&](auto& e) { return deepest(e) < 0; }), s.edges.end());
+    }
+  }
+
+  // With how many open calls an edge may be taken at most, so that the text can still be completed; negative if never.
+  int deepest(const Edge& e) const {
+    int room = limits_.depth - states_[e.target].needs;
+    return e.bits & EDGE_CALL ? std::min(room - 1, limits_.depth - states_[e.back].needs) : room;
   }
 
   void number() {
     number_.assign(states_.size(), -1);
-    std::vector<int> todo{root_};
     number_[root_] = 0;
-    numbered_.push_back(root_);
+    numbered_.assign(1, root_);
     auto reach = [&](int id) {
       if (number_[id] >= 0) return;
       number_[id] = int(numbered_.size());
@@ -480,7 +547,7 @@ class Compiler {
     a[HEADER_EDGES_AT] = HEADER_SIZE + n * STATE_SIZE;
     a[HEADER_TOKEN_EDGES_AT] = a[HEADER_EDGES_AT] + edges * EDGE_SIZE;
     a[HEADER_DEPTH] = depth();
-    int edge_at = 0, token_at = 0;
+    int edge_at = 0, token_at = 0, free = limits_.depth;
     for (int i = 0; i < n; ++i) {
       const State& s = states_[numbered_[i]];
       int* w = a.data() + HEADER_SIZE + i * STATE_SIZE;
@@ -493,7 +560,8 @@ class Compiler {
       w[STATE_REACHED] = s.limit ? number_[s.reached] : 0;
       for (const Edge& e : s.edges) {
         int* to = a.data() + a[HEADER_EDGES_AT] + edge_at++ * EDGE_SIZE;
-        to[EDGE_BYTES] = e.low | e.high << 8 | e.bits << 16;
+        to[EDGE_BYTES] = e.low | e.high << 8 | e.bits << 16 | deepest(e) << EDGE_DEEPEST;
+        free = std::min(free, deepest(e));
         to[EDGE_TARGET] = number_[e.target];
         to[EDGE_RETURN] = e.bits & EDGE_CALL ? number_[e.back] << 2 | e.back_bits : 0;
       }
@@ -501,8 +569,12 @@ class Compiler {
         int* to = a.data() + a[HEADER_TOKEN_EDGES_AT] + token_at++ * TOKEN_EDGE_SIZE;
         to[TOKEN_ID] = token;
         to[TOKEN_TARGET] = number_[target];
+        to[TOKEN_DEEPEST] = limits_.depth - states_[target].needs;
+        free = std::min(free, to[TOKEN_DEEPEST]);
       }
     }
+    bool is_never_full = a[HEADER_DEPTH] >= 0 && a[HEADER_DEPTH] <= limits_.depth;
+    a[HEADER_FREE] = is_never_full ? NO_BOUND : free;
     return a;
   }
 };
@@ -611,10 +683,11 @@ int refused(const char* why, char* error, int room) {
 extern "C" {
 
 // 0 and a new array of words, or 1 and a sentence in `error`.
-int grammar_compile(const int* program, int words, const char* texts, int max_states, int max_words, int max_ms, int** made,
-                    char* error, int room) {
+int grammar_compile(const int* program, int words, const char* texts, int max_states, int max_words, int max_ms,
+                    int max_depth, int** made, char* error, int room) {
   try {
-    Limits limits{max_states, max_words, Clock::now() + std::chrono::milliseconds(max_ms), max_ms};
+    if (max_depth < 0 || max_depth > MAX_DEPTH) throw Refused("the stack has no room for so many calls");
+    Limits limits{max_states, max_words, max_depth, Clock::now() + std::chrono::milliseconds(max_ms), max_ms};
     std::vector<int> a = compiled(program, words, texts, limits);
     *made = copied(a);
     return *made ? 0 : refused("there is not enough memory", error, room);
@@ -628,7 +701,7 @@ void grammar_free(int* made) { std::free(made); }
 // Whether patterns, searched for as JSON schemas do, match a text (1 or 0); -1 if they cannot be read.
 int grammar_matches(const char* pattern, int length, const char* text, int text_length) {
   try {
-    Expressions x(INT_MAX, 1, Limits{0, 0, Clock::now() + std::chrono::milliseconds(100), 100});
+    Expressions x(INT_MAX, 1, Limits{0, 0, 0, Clock::now() + std::chrono::milliseconds(100), 100});
     int now = Pattern(x, std::string(pattern, length)).read(true);
     for (int i = 0; i < text_length && now; ++i) now = x.derive(now, uint8_t(text[i]), false);
     return x[now].nullable;

@@ -31,6 +31,7 @@ using Clock = std::chrono::steady_clock;
 struct Limits {
   int states;
   int words;
+  int depth;  // open calls
   Clock::time_point until;
   int milliseconds;
 

@@ -49,8 +49,10 @@ GRAMMAR_FUNCTION int near_limit(const int* a, const int* v, int state, int count
   return limit && limit - counter <= v[VOCABULARY_LONGEST] ? counter : -1;
 }
 
-// The depth, or -1 where no token can fill the stack.
-GRAMMAR_FUNCTION int near_full(const int* v, int depth) { return depth + v[VOCABULARY_LONGEST] > MAX_DEPTH ? depth : -1; }
+// The depth, or -1 where no edge of any token can be refused because of it.
+GRAMMAR_FUNCTION int near_full(const int* a, const int* v, int depth) {
+  return depth + v[VOCABULARY_LONGEST] > a[HEADER_FREE] ? depth : -1;
+}
 
 // Whether a mask is that of a position; where it is not yet (`set`), write its key so.
 GRAMMAR_FUNCTION bool match_key(const int* a, const int* v, int* mask, const int* position, bool set) {
@@ -61,7 +63,7 @@ GRAMMAR_FUNCTION bool match_key(const int* a, const int* v, int* mask, const int
     int at = POSITION_STACK + 2 * (depth - below + i), back, count;
     if (i < 0) {
       back = near_limit(a, v, position[POSITION_STATE], position[POSITION_COUNTER]);
-      count = near_full(v, depth);
+      count = near_full(a, v, depth);
     } else {
       back = position[at];
       count = near_limit(a, v, back >> 2, position[at + 1]);

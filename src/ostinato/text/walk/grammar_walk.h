@@ -27,6 +27,7 @@ enum HeaderWord {
   HEADER_EDGES_AT,
   HEADER_TOKEN_EDGES_AT,
   HEADER_DEPTH,  // calls that can be open at once, or -1 without a bound
+  HEADER_FREE,   // while at most so many calls are open, no edge is refused because of them
   HEADER_SIZE
 };
 
@@ -44,11 +45,13 @@ enum StateWord {
 
 // An edge on the bytes `low` to `high`. One with EDGE_CALL opens a call: its target is the callee's state after the
 // byte, and EDGE_RETURN is where the caller continues, with what it does to the caller's counter in the two low bits.
+// An edge may be taken while at most `deepest` calls are open: from there on the text can be completed within the stack.
 enum EdgeWord { EDGE_BYTES, EDGE_TARGET, EDGE_RETURN, EDGE_SIZE };
 enum EdgeBits { COUNT_ADD = 1, COUNT_ONE = 2, EDGE_CALL = 4 };  // above low and high in EDGE_BYTES, from bit 16
+constexpr int EDGE_DEEPEST = 19;                                // the bit of EDGE_BYTES where `deepest` begins
 
 // An edge on a special token.
-enum TokenEdgeWord { TOKEN_ID, TOKEN_TARGET, TOKEN_EDGE_SIZE };
+enum TokenEdgeWord { TOKEN_ID, TOKEN_TARGET, TOKEN_DEEPEST, TOKEN_EDGE_SIZE };
 
 // A position: state, counter, and the open calls (two words each: return word, and the caller's counter). Entries of
 // the stack below `low` are those of `base`, which is only read; others are in `own`, which a walk that takes bytes
@@ -123,9 +126,9 @@ GRAMMAR_FUNCTION bool take_byte(const int* a, Walk& w, int byte) {
     }
     const int* edge = edges + first * EDGE_SIZE;
     if (first < s[STATE_N_EDGES] && (edge[EDGE_BYTES] & 255) <= byte) {
+      if (w.depth > edge[EDGE_BYTES] >> EDGE_DEEPEST) return false;
       int bits = edge[EDGE_BYTES] >> 16;
       if (bits & EDGE_CALL) {
-        if (w.depth == MAX_DEPTH) return false;
         w.pushed = w.depth;
         w.old_return = w.own[2 * w.depth];
         w.old_counter = w.own[2 * w.depth + 1];
@@ -150,6 +153,7 @@ GRAMMAR_FUNCTION bool take_special(const int* a, Walk& w, int token) {
     const int* edges = a + a[HEADER_TOKEN_EDGES_AT] + s[STATE_TOKEN_EDGES] * TOKEN_EDGE_SIZE;
     for (int i = 0; i < s[STATE_N_TOKEN_EDGES]; ++i) {
       if (edges[i * TOKEN_EDGE_SIZE + TOKEN_ID] != token) continue;
+      if (w.depth > edges[i * TOKEN_EDGE_SIZE + TOKEN_DEEPEST]) return false;
       enter(a, w, edges[i * TOKEN_EDGE_SIZE + TOKEN_TARGET], 0);
       settle(a, w);
       return true;
@@ -295,7 +299,8 @@ GRAMMAR_FUNCTION int find_mask(const int* a, const int* v, const int* position, 
   for (;;) {
     const int* s = state_at(a, w.state);
     const int* edges = a + a[HEADER_TOKEN_EDGES_AT] + s[STATE_TOKEN_EDGES] * TOKEN_EDGE_SIZE;
-    for (int i = 0; i < s[STATE_N_TOKEN_EDGES]; ++i) set_bit(bits, n_words, edges[i * TOKEN_EDGE_SIZE + TOKEN_ID]);
+    for (int i = 0; i < s[STATE_N_TOKEN_EDGES]; ++i, edges += TOKEN_EDGE_SIZE)
+      if (w.depth <= edges[TOKEN_DEEPEST]) set_bit(bits, n_words, edges[TOKEN_ID]);
     if (w.depth == 0 || s[STATE_ACCEPTS] == 0) return lowest;
     leave(a, w);
     if (w.low < lowest) lowest = w.low;
