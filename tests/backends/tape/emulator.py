@@ -41,10 +41,12 @@ _CHECKED: Final = (
 )
 FLAGS: Final = ("-Og", *_CHECKED)
 MACHINE_FLAGS: Final = ("-O2", *_CHECKED)  # compiled once
+# Every access is told to the machine (races_cpu.h), which is there in place of the sanitizer's own library.
+WATCHED_FLAGS: Final = (*FLAGS, "-fsanitize=thread", "-DWATCH_RACES=1", "-nodefaultlibs")
 
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 _INCLUDE: Final = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
-_ENDS: Final = {1: "deadlock", 2: "took too long", 3: "misused the machine"}
+_ENDS: Final = {1: "deadlock", 2: "took too long", 3: "misused the machine", 4: "threads race"}
 
 
 class DidNotEnd(Exception):
@@ -129,24 +131,26 @@ class Program:
 
     def _with_lines(self, report: str) -> str:
         """Code that faulted, by file and line, where there is a tool that knows."""
-        code = re.search(r"code \+(0x[0-9a-f]+)", report)
         tool = shutil.which("addr2line")
-        if code is None or tool is None:
-            return report
-        asked = [tool, "-e", self.library._name, "-i", "-f", "-C", "-s", code[1]]
-        lines = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split("\n")
-        places = [f"  in {name} ({place})" for name, place in zip(lines[::2], lines[1::2], strict=False)]
-        return "\n".join([report, *places])
+        told = [report]
+        for code in dict.fromkeys(re.findall(r"code \+(0x[0-9a-f]+)", report) if tool else ()):
+            asked = [str(tool), "-e", self.library._name, "-i", "-f", "-C", "-s", code]
+            lines = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split("\n")
+            told += [f"  {code} in {name} ({place})" for name, place in zip(lines[::2], lines[1::2], strict=False)]
+        return "\n".join(told)
 
 
-def compiled(source: str, name: str = "test.cpp", *, headers: Mapping[str, str] = _NONE) -> Program:
-    """A source that includes the tape's headers, for the CPU; `headers` are the generated ones, such as shape.h.
+def compiled(
+    source: str, name: str = "test.cpp", *, headers: Mapping[str, str] = _NONE, watched: bool = False
+) -> Program:
+    """A source that includes the tape's headers, for the CPU; `headers` are the generated ones, such as shape.h. A run
+    of one that is `watched` does not end well if accesses of two threads are in no order.
 
     The test that asks is skipped where there is no compiler.
     """
     if "shape.h" not in headers:
         headers = {**headers, "shape.h": constants()}
-    return _compiled(source, name, tuple(sorted(headers_of(source, headers).items())))
+    return _compiled(source, name, tuple(sorted(headers_of(source, headers).items())), WATCHED_FLAGS if watched else FLAGS)
 
 
 @cache
@@ -160,12 +164,12 @@ def _machine() -> ctypes.CDLL:
 
 
 @cache
-def _compiled(source: str, name: str, headers: tuple[tuple[str, str], ...]) -> Program:
+def _compiled(source: str, name: str, headers: tuple[tuple[str, str], ...], flags: tuple[str, ...]) -> Program:
     if not sys.platform.startswith("linux"):
         pytest.skip("the tape was not emulated: its fibers are made as Linux does")
     try:
         _machine()
-        path = build.shared_object(source, name, headers=dict(headers), flags=FLAGS)
+        path = build.shared_object(source, name, headers=dict(headers), flags=flags)
     except HardwareCannot as error:
         pytest.skip(f"the tape was not emulated: {error}")
     return Program(ctypes.CDLL(str(path)))

@@ -16,9 +16,11 @@
 #include <string>
 #include <vector>
 
+#include "races_cpu.h"
+
 namespace emulator {
 
-enum { ENDED, DEADLOCK, TOO_LONG, MISUSED };  // how a run ends
+enum { ENDED, DEADLOCK, TOO_LONG, MISUSED, RACED };  // how a run ends
 
 #define MAX_PENDING 96          // puts on their way
 #define IDLE_NS 20000000000LL  // nobody outside lets a grid wait for so long
@@ -152,6 +154,7 @@ struct Copy {
     std::vector<Part> parts;  // that are not there yet
     int bytes, block;         // bytes: that the gate was announced, or 0
     Gate* gate;
+    SharedClock asked;        // what was before it, where races are watched for
 };
 
 struct Pending {
@@ -182,11 +185,15 @@ struct Emulator {
     long long limit_ns, progressed_ns;
     int ended;
     std::string report;
+    std::unique_ptr<Races> races;  // where they are watched for
 };
 
 static thread_local Emulator* now = nullptr;
 static thread_local std::string last_report;
 static thread_local double limit_s = 120;
+static thread_local bool watches_next = false;
+
+static inline int number_of(const Emulator& e, const Fiber& f) { return (int)(&f - e.fibers.data()); }
 
 // Of runs before: a stack costs three calls of the system to make.
 struct Stacks {
@@ -318,6 +325,7 @@ static void land(Emulator& e) {
     if (copy.bytes > 0) w.bytes = (u32)((u32)w.bytes - (u32)copy.bytes);
     else w.missing -= 1;
     gate_set(copy.gate, w);
+    if (e.races) e.races->learn(copy.gate, copy.asked);
     if (i + 1 < e.copies.size()) e.copies[i] = std::move(e.copies.back());
     e.copies.pop_back();
     progress(e);
@@ -505,6 +513,7 @@ void sync(int number, int n_threads, const Site& site) {
         return;
     }
     ++e.moment;
+    if (e.races) e.races->meet(barrier.waiting);
     for (int i : barrier.waiting) {
         Fiber& other = e.fibers[i];
         other.block_synced = e.moment;
@@ -639,6 +648,12 @@ int run(
     e.sleeps = 1u << below(e, 10);          // 1 in 65536 .. 1 in 128
     e.progressed_ns = clock_ns();
     e.limit_ns = e.progressed_ns + (long long)(limit_s * 1e9);
+    if (watches_next) {
+        Dl_info library{};
+        dladdr((const void*)program, &library);
+        e.races = std::make_unique<Races>(e.n_fibers, (const char*)library.dli_fbase);
+    }
+    watches_next = false;
 
     e.blocks.resize(n_blocks);
     for (Block& b : e.blocks) {
@@ -672,8 +687,34 @@ int run(
     for (int i = e.n_pending - 1; i >= 0; --i) arrive(e, i);
     for (Block& b : e.blocks) b.shared.free();
     for (Fiber& f : e.fibers) stacks.kept.push_back(f.memory);
+    if (e.races && !e.races->told.empty()) {
+        e.ended = RACED;
+        for (const std::string& race : e.races->told) e.report += race + "\n";
+    }
     last_report = e.report;
     return e.ended;
+}
+
+// --- accesses, where they are watched ---
+
+void watch() { watches_next = true; }
+
+static inline void watched(const void* place, size_t bytes, bool writes, bool strong, const void* code) {
+    Emulator* e = now;
+    if (e == nullptr || !e->races) return;
+    const Fiber& f = *e->current;
+    if ((const char*)place >= f.memory.memory && (const char*)place < f.memory.memory + STACK_BYTES) return;
+    const int at = (int)((const char*)code - e->races->library);
+    e->races->access(number_of(*e, f), place, bytes, writes, strong, at);
+}
+void strong(const void* place, int bytes, bool writes, const void* code) {
+    watched(place, (size_t)bytes, writes, true, code);
+}
+void released(const void* place, bool with_others) {
+    if (now->races) now->races->release(number_of(*now, *now->current), place, with_others);
+}
+void acquired(const void* place) {
+    if (now->races) now->races->acquire(number_of(*now, *now->current), place);
 }
 
 // --- tables for numbers ---
@@ -753,6 +794,10 @@ void sync_warp(OF_CALLER) {
         ++e.moment;
         const int first = (int)(&w - e.warps.data()) * 32;
         for (int i = 0; i < 32; ++i) e.fibers[first + i].warp_synced = e.moment;
+        if (!e.races) return;
+        std::vector<int> lanes(32);
+        for (int i = 0; i < 32; ++i) lanes[i] = first + i;
+        e.races->meet(lanes);
     });
 }
 
@@ -803,18 +848,26 @@ void arrive_at(Gate* gate, int bytes, const Site& site) {
     w.bytes = (u32)((u32)w.bytes + (u32)bytes);
     w.missing -= 1;
     gate_set(gate, w);
+    released(gate, true);
     progress(*now);
 }
 }  // namespace emulator
 
 bool gate_passed(Gate* gate, int phase, OF_CALLER) {
     emulator::maybe_pass(HERE("gate_passed"));
-    if ((int)emulator::ready_gate(gate, HERE("gate_passed")).parity != (phase & 1)) return true;
-    emulator::poll(HERE("gate_passed"));
-    return (int)emulator::gate_word(gate).parity != (phase & 1);
+    bool passed = (int)emulator::ready_gate(gate, HERE("gate_passed")).parity != (phase & 1);
+    if (!passed) {
+        emulator::poll(HERE("gate_passed"));
+        passed = (int)emulator::gate_word(gate).parity != (phase & 1);
+    }
+    if (passed) emulator::acquired(gate);
+    return passed;
 }
 
 namespace emulator {
+// What a copy is ordered behind, by the time that its gate hears of it: its own writes too.
+static SharedClock asked_now(Emulator& e) { return e.races ? e.races->all_of(number_of(e, *e.current)) : SharedClock(); }
+
 // From here on whoever reads the bytes reads them too early, or too late.
 static Part asked_for(void* shared_to, const void* from, int bytes, const Site& site) {
     const char* shared = now->blocks[now->current->block].shared.memory;
@@ -825,6 +878,7 @@ static Part asked_for(void* shared_to, const void* from, int bytes, const Site& 
         misused(site, "the copy does not lie in the block's shared memory");
     }
     memset(shared_to, 0xFF, bytes);
+    watched(shared_to, (size_t)bytes, true, false, __builtin_return_address(0));
     return {(char*)shared_to, (const char*)from, bytes};
 }
 }  // namespace emulator
@@ -834,7 +888,7 @@ void bulk_copy(void* shared_to, const void* from, int bytes, Gate* gate, OF_CALL
     emulator::Emulator& e = *emulator::now;
     const emulator::Part part = emulator::asked_for(shared_to, from, bytes, site);
     emulator::ready_gate(gate, site);
-    e.copies.push_back({{part}, bytes, e.current->block, gate});
+    e.copies.push_back({{part}, bytes, e.current->block, gate, emulator::asked_now(e)});
     emulator::maybe_pass(site);
 }
 
@@ -853,7 +907,7 @@ void gate_arrive_copied(Gate* gate, OF_CALLER) {
     if (on_their_way >= (int)emulator::gate_word(gate).missing) {
         emulator::misused(site, "more arrivals at a gate than it was made for");
     }
-    e.copies.push_back({std::move(e.current->copied), 0, e.current->block, gate});
+    e.copies.push_back({std::move(e.current->copied), 0, e.current->block, gate, emulator::asked_now(e)});
     e.current->copied.clear();
     emulator::maybe_pass(site);
 }
@@ -917,6 +971,11 @@ static inline u64 seen(const u64* place, const Site& site) {
 }
 }  // namespace emulator
 
+u64 load_acquire(const u64* place, OF_CALLER) {
+    const u64 value = load_relaxed(place, FROM_CALLER);
+    emulator::acquired(place);
+    return value;
+}
 u64 load_relaxed(const u64* place, OF_CALLER) {
     if ((u64)place % 8 != 0) emulator::misused(HERE("look"), "not 8-byte aligned");
     return emulator::seen(place, HERE("look"));
@@ -930,8 +989,42 @@ void store_release(u64* place, u64 value, OF_CALLER) {
     emulator::Emulator& e = *emulator::now;
     emulator::maybe_pass(HERE("raise"));
     emulator::arrive_before(e, *e.current);
+    emulator::released(place, false);
     __atomic_store_n(place, value, __ATOMIC_RELEASE);
     emulator::progress(e);
 }
 
 long long timer_ns() { return emulator::clock_ns(); }
+
+// --- what a program calls that is compiled with -fsanitize=thread; the atomic ones are words of host and device ---
+
+#define WATCHED(name, writes, bytes)                                                                   \
+    extern "C" void __tsan_##name(const void* place) {                                                 \
+        emulator::watched(place, bytes, writes, false, __builtin_return_address(0));                   \
+    }
+#define WATCHED_BOTH(bytes)                                                                            \
+    WATCHED(read##bytes, false, bytes)                                                                 \
+    WATCHED(write##bytes, true, bytes)                                                                 \
+    WATCHED(unaligned_read##bytes, false, bytes)                                                       \
+    WATCHED(unaligned_write##bytes, true, bytes)
+WATCHED_BOTH(1)
+WATCHED_BOTH(2)
+WATCHED_BOTH(4)
+WATCHED_BOTH(8)
+WATCHED_BOTH(16)
+extern "C" void __tsan_read_range(const void* place, size_t bytes) {
+    emulator::watched(place, bytes, false, false, __builtin_return_address(0));
+}
+extern "C" void __tsan_write_range(const void* place, size_t bytes) {
+    emulator::watched(place, bytes, true, false, __builtin_return_address(0));
+}
+extern "C" void __tsan_init() {}
+extern "C" void __tsan_func_entry(void*) {}
+extern "C" void __tsan_func_exit() {}
+extern "C" long long __tsan_atomic64_load(const volatile long long* place, int) {
+    return __atomic_load_n(place, __ATOMIC_ACQUIRE);
+}
+extern "C" void __tsan_atomic64_store(volatile long long* place, long long value, int) {
+    __atomic_store_n(place, value, __ATOMIC_RELEASE);
+}
+extern "C" void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }

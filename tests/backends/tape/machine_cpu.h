@@ -39,6 +39,7 @@ struct alignas(16) float4 {
     static void name##_of(const Argument& argument);                                                              \
     static void name##_thread(const void* given) { name##_of(*(const Argument*)given); }                          \
     extern "C" int name##_on_cpu(const Argument* given, int n_blocks, int shared_bytes, u64 seed) {               \
+        WATCH();                                                                                                  \
         return emulator::run(name##_thread, given, n_blocks, n_threads, shared_bytes, seed);                      \
     }                                                                                                             \
     static void name##_of([[maybe_unused]] const Argument& argument)
@@ -51,6 +52,13 @@ DEVICE void take_registers() {}
 #define OF_CALLER const char *file, int line  // the same, where it is defined
 #define FROM_CALLER file, line  // handed on
 #define UNCHECKED __attribute__((no_sanitize("undefined")))  // ours, and often
+#define UNWATCHED __attribute__((no_sanitize("thread"), noinline, unused)) static  // tells of its accesses itself
+#define CODE __builtin_return_address(0)
+#if defined(WATCH_RACES)
+#define WATCH() emulator::watch()
+#else
+#define WATCH()
+#endif
 #define HERE(what) emulator::Site{what, FROM_CALLER}
 #define STACK_BYTES (64 * 1024)
 
@@ -78,6 +86,12 @@ void poll(const Site& site);
 void sync(int number, int n_threads, const Site& site);
 u64 shuffled(const Site& site, u64 value, int number, bool is_mask);
 void arrive_at(Gate* gate, int bytes, const Site& site);
+// For a program that is watched for races (races_cpu.h): a strong access, a release of a place (with what others have
+// released there, or in their place), an acquisition.
+void watch();
+void strong(const void* place, int bytes, bool writes, const void* code);
+void released(const void* place, bool with_others);
+void acquired(const void* place);
 extern const float* const half_table;  // every float16, by its bits
 
 }  // namespace emulator
@@ -154,13 +168,14 @@ void put(u64* place, u32 value, u32 tag, CALLER);
 u64 load_relaxed(const u64* place, CALLER);
 void load_two_relaxed(const u64* place, u64 out[2], CALLER);
 void store_release(u64* place, u64 value, CALLER);
-DEVICE u64 load_acquire(const u64* place, CALLER) { return load_relaxed(place, file, line); }
+u64 load_acquire(const u64* place, CALLER);
 
 namespace emulator {
 template <class T>
-static inline T fresh(const T* place, const Site& site) {
+UNWATCHED T fresh(const T* place, const Site& site) {
     maybe_pass(site);
     if ((u64)place % sizeof(T) != 0) misused(site, "the place is not aligned");
+    strong(place, sizeof(T), false, CODE);
     return *(const volatile T*)place;
 }
 }  // namespace emulator
@@ -169,19 +184,24 @@ DEVICE int load_fresh(const int* place, CALLER) { return emulator::fresh(place, 
 DEVICE float load_fresh(const float* place, CALLER) { return emulator::fresh(place, HERE("load_fresh")); }
 DEVICE u64 load_fresh(const u64* place, CALLER) { return load_relaxed(place, file, line); }
 DEVICE u16 load_fresh(const u16* place, CALLER) { return emulator::fresh(place, HERE("load_fresh")); }
-DEVICE uint2 load_fresh(const uint2* place, CALLER) {
+UNWATCHED uint2 load_fresh(const uint2* place, CALLER) {
     emulator::maybe_pass(HERE("load_fresh"));
+    emulator::strong(place, sizeof(uint2), false, CODE);
     if ((u64)place % 8 != 0) emulator::misused(HERE("load_fresh"), "the place is not aligned");
     const volatile u32* words = (const volatile u32*)place;
     return {words[0], words[1]};
 }
-DEVICE uint4 load_fresh(const uint4* place, CALLER) {
+UNWATCHED uint4 load_fresh(const uint4* place, CALLER) {
     emulator::maybe_pass(HERE("load_fresh"));
+    emulator::strong(place, sizeof(uint4), false, CODE);
     if ((u64)place % 16 != 0) emulator::misused(HERE("load_fresh"), "the place is not aligned");
     const volatile u32* words = (const volatile u32*)place;
     return {words[0], words[1], words[2], words[3]};
 }
-DEVICE void store_fresh(u32* place, u32 value) { __atomic_store_n(place, value, __ATOMIC_RELEASE); }
+UNWATCHED void store_fresh(u32* place, u32 value) {
+    emulator::strong(place, 4, true, CODE);
+    __atomic_store_n(place, value, __ATOMIC_RELEASE);
+}
 
 DEVICE int round_to_int(float value) { return (int)lrintf(value); }
 DEVICE u16 to_bf16(float value) {
@@ -222,8 +242,9 @@ DEVICE float rounded_product(float a, float b) {
 DEVICE float rounded_sum(float a, float b) { return a + b; }
 DEVICE float rounded_quotient(float a, float b) { return a / b; }
 
-DEVICE u32 atomic_add_shared(u32* place, u32 value, CALLER) {
+UNWATCHED u32 atomic_add_shared(u32* place, u32 value, CALLER) {
     emulator::maybe_pass(HERE("atomic_add_shared"));
+    emulator::strong(place, 4, true, CODE);
     const u32 before = *place;
     *place = before + value;
     return before;
@@ -238,21 +259,31 @@ DEVICE void nap(CALLER) { emulator::poll(HERE("nap")); }
 #define VOTES(vote) votes(vote)
 #define POPULATION(word) __builtin_popcount(word)
 #define ADD_SHARED(place, value) atomic_add_shared((u32*)(place), (u32)(value))
-DEVICE void lower(int* place, int value, CALLER) {
+UNWATCHED void lower(int* place, int value, CALLER) {
     emulator::maybe_pass(HERE("lower"));
+    emulator::strong(place, 4, true, CODE);
     if (value < *place) *place = value;
 }
 #define LOWER(place, value) lower(place, value)
-DEVICE int add_in_order(int* place, int value, CALLER) {
+UNWATCHED int add_in_order(int* place, int value, CALLER) {
     emulator::maybe_pass(HERE("add_in_order"));
+    emulator::acquired(place);
+    emulator::strong(place, 4, true, CODE);
+    emulator::released(place, true);
     const int before = *place;
     *place = before + value;
     return before;
 }
-DEVICE bool try_lock(int* lock, CALLER) {
+UNWATCHED bool try_lock(int* lock, CALLER) {
     emulator::maybe_pass(HERE("try_lock"));
+    emulator::acquired(lock);
+    emulator::strong(lock, 4, true, CODE);
     const bool was_free = *lock == 0;
     *lock = 1;
     return was_free;
 }
-DEVICE void unlock(int* lock) { *lock = 0; }
+UNWATCHED void unlock(int* lock) {
+    emulator::strong(lock, 4, true, CODE);
+    emulator::released(lock, false);
+    *lock = 0;
+}
