@@ -1,5 +1,6 @@
 """Every family in every format computes what transformers computes: logits in float32, and 64 greedy tokens."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch.testing import assert_close
 
 from ostinato import LLM, Sampling
 from ostinato.files.checkpoint import open_checkpoint
-from ostinato.models.registry import table_of, why_left_out
+from ostinato.models.registry import read_shape, table_of, why_left_out
 from tests.counts import soaking
 from tests.models import tiny, tiny_gguf, tiny_text
 
@@ -102,6 +103,21 @@ def test_layers_that_predict_further_tokens_are_left_out_of_memory_and_said(form
     assert said == f"{path}: 2 tensors for multi-token prediction (0.00 GB) are not loaded"
     with opened(path) as llm:
         assert_logits("qwen35", llm)
+
+
+@pytest.mark.parametrize(("name", "tied"), [("llama", False), ("llama-tied", True)])
+def test_a_head_beside_an_embedding_that_is_said_to_be_it_is_used_if_it_is_another(
+    name: str, tied: bool, tmp_path: Path
+) -> None:
+    path = tiny.folder(name, tmp_path)
+    config, tensors = tiny.parts_of(name, tmp_path)
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with open_checkpoint(path) as checkpoint:
+        assert read_shape(checkpoint).tied_head == tied
+    with opened(path) as llm:
+        assert_logits(name, llm)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])

@@ -294,6 +294,41 @@ def test_a_tensor_of_a_folder_with_another_shape_is_named(tmp_path: Path, tiny_f
     assert "[64, 32]" in message
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("phi2", lambda t: t.pop("lm_head.bias"), "lm_head.bias is missing"),
+        ("gemma4", lambda t: t.pop("model.layers.2.layer_scalar"), "layers.2.layer_scalar is missing"),
+        (
+            "qwen3-vl-moe",
+            lambda t: t.update({(name := "model.language_model.layers.1.mlp.experts.down_proj"): t[name].flatten()}),
+            "layers.1.mlp.experts.down_proj has the shape",
+        ),
+    ],
+    ids=["phi2", "gemma4", "qwen3-vl-moe"],
+)
+def test_a_tensor_that_some_files_lack_or_keep_otherwise_is_checked_too(
+    name: str, change: TensorChange, said: str, tmp_path: Path, tiny_files: Path
+) -> None:
+    assert said in refusal(spoiled_folder(tmp_path, tiny_files, name=name, tensors=change), BadFile)
+
+
+@pytest.mark.parametrize("layer", [0, 1])  # which sees a window, and which sees everything
+def test_a_gemma4_gguf_that_lacks_the_values_of_one_layer_is_refused(
+    layer: int, tmp_path: Path, tiny_files: Path
+) -> None:
+    value = f"model.layers.{layer}.self_attn.v_proj.weight"
+    path = spoiled_gguf(tmp_path, tiny_files, name="gemma4-shared", tensors=lambda t: t.pop(value))
+    assert f"blk.{layer}.attn_v.weight is missing" in refusal(path, BadFile)
+
+
+def test_a_muse_glimmer_folder_lists_the_layers_without_positions(tmp_path: Path, tiny_files: Path) -> None:
+    def change(config: dict[str, Any]) -> None:
+        config["text_config"]["layer_rope_theta"] = [500.0] * 5
+
+    assert "layer_rope_theta" in refusal(spoiled_folder(tmp_path, tiny_files, name="muse-glimmer", config=change))
+
+
 def test_whole_numbers_are_no_weights(tmp_path: Path, tiny_files: Path) -> None:
     numbers = torch.ones(64, 64, dtype=torch.int64)
     refusal(spoiled_folder(tmp_path, tiny_files, tensors=lambda t: t.update({FIRST_Q: numbers})))
@@ -363,6 +398,15 @@ def test_a_config_that_cannot_be_is_refused(key: str, value: Any, tmp_path: Path
         ("cohere2", {"logit_scale": -1}, "logit_scale"),
         ("mistral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1, "rope_theta": 1e6}}, "original_max_position"),
         ("gemma3-vision", {"text_config": "plain"}, "text_config"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scaled by the number of the layer"),
+        ("gpt-oss", {"attention_bias": False}, "attention_bias"),
+        ("glm4-moe", {"use_qk_norm": False}, "use_qk_norm is False, and it has tensors of such norms"),
+        ("deepseek-v2", {"topk_method": "best"}, "topk_method is 'best'"),
+        ("deepseek-v2", {"mlp_bias": True}, "mlp_bias"),
+        ("nemotron-h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act is 'gelu'"),
+        ("gemma4", {"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}, "is 1.5; no more"),
     ],
     ids=str,
 )
@@ -384,6 +428,10 @@ def test_a_config_that_contradicts_its_tensors_is_told_in_one_sentence(
         ("mistral3", "mistral3.rope.scaling.original_context_length", None, "original_context_length"),
         ("gptneox", "gptneox.attention.head_count", 3, "3 heads cannot share 4"),
         ("glm4", "glm4.rope.dimension_count", 33, "33 of a head's 32"),
+        ("gemma4", "gemma4.rope.dimension_count_swa", 32, "32 of a head's 16"),
+        ("laguna", "laguna.rope.dimension_count_swa", 15, "15 of a head's 16"),
+        ("gemma3", "gemma3.rope.freq_base_swa", 0.5, "the rope base is 0.5"),
+        ("exaone4-window", "exaone4.attention.sliding_window_pattern", ["x"] * 4, "other things than true and false"),
     ],
     ids=str,
 )

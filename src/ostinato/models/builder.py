@@ -396,14 +396,20 @@ class Builder:
         return tuple(made)
 
     def model(
-        self, layers: Sequence[AnyLayer], *, norm_bias: NormBias = False, learned_positions: bool = False
+        self,
+        layers: Sequence[AnyLayer],
+        *,
+        norm_bias: NormBias = False,
+        learned_positions: bool = False,
+        head_bias: bool | None = None,
     ) -> ModelBlocks:
-        """A decoder: the embedding, the layers, the last norm, and a head: its own, or the embedding again."""
+        """A decoder: the embedding, the layers, the last norm, and a head: its own, or the embedding again.
+        `head_bias`: unless said, the file has one or not."""
         s, norm = self.shape, self.norm("output_norm", bias=norm_bias)
         positions = self.positions() if learned_positions else None
         embedding = Matrices(("token_embd.weight",), ((s.vocab, s.hidden),))
         scale = self.scale([s.vocab], [s.multipliers.head])
-        bias = self.names.has("output.bias")  # neither format states it: the file has one or not
+        bias = self.names.has("output.bias") if head_bias is None else head_bias
         if s.tied_head:
             head = Linear(embedding, self.tensor("output.bias", s.vocab) if bias else None, scale)
             spare = ROPE_FACTORS | {"output.weight"}  # some files repeat the embedding under this name

@@ -7,7 +7,7 @@ Compressed rows have norms whose epsilon folders do not state: 1e-6 in their aut
 from dataclasses import replace
 from typing import Any
 
-from ostinato.errors import BadFile
+from ostinato.errors import BadFile, Unsupported
 from ostinato.models import rope as ropes
 from ostinato.models.experts import (
     EXPERT_NAMES,
@@ -99,6 +99,8 @@ def shape_from_config(c: Description) -> Shape:
         value_width=c.integer("v_head_dim"),
         norm_eps=FOLDER_EPS,
     )
+    if c.flag("mlp_bias", False):
+        raise Unsupported(f"{c.path}: mlp_bias is true; latent attention beside blocks with a bias is not supported")
     rope = ropes.from_config(c, n_rotary, "neighbours" if c.flag("rope_interleave", True) else "halves")
     attention = latent_attention(c.integer("num_attention_heads"), rope, latent, _mscale(c))
     return Shape(
@@ -135,14 +137,16 @@ def _experts_from_config(c: Description, n_layers: int) -> ExpertShape | None:
 
 
 def _v2_experts(c: Fields, n_layers: int) -> ExpertShape:
-    width, limits = c.integer("moe_intermediate_size"), c.word("topk_method", "greedy") == "group_limited_greedy"
+    width, method = c.integer("moe_intermediate_size"), c.word("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise Unsupported(f"{c.path}: topk_method is {method!r}; known: greedy, group_limited_greedy")
     return ExpertShape(
         count_from_config(c),
         c.integer("num_experts_per_tok"),
         width,
         renormalise=False,
         dense_layers=frozenset(range(min(n_layers, c.integer("first_k_dense_replace", 0, least=0)))),
-        groups=expert_groups(c, "n_group", "topk_group", n_best=1) if limits else None,
+        groups=expert_groups(c, "n_group", "topk_group", n_best=1) if method != "greedy" else None,
         share_scale=c.positive("routed_scaling_factor", 1.0),
         shared_width=width * c.integer("n_shared_experts", 0, least=0),
     )

@@ -4,6 +4,7 @@ heads and has another RoPE base for its window layers. Safetensors keep a norm's
 it is.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -25,6 +26,17 @@ SCALED_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
 def gemma1_from_gguf(f: Description) -> Shape:
     shape = common_from_gguf(f)
     return replace(shape, activation="gelu_tanh", embedding_scale=shape.hidden**0.5)
+
+
+def causal(read: Callable[[Description], Shape]) -> Callable[[Description], Shape]:
+    """How a decoder reads its shape: a folder whose rows see what follows is refused."""
+
+    def shape(c: Description) -> Shape:
+        if c.flag("use_bidirectional_attention", False):
+            raise Unsupported(f"{c.path}: use_bidirectional_attention is true; such a {c.family} is not supported")
+        return read(c)
+
+    return shape
 
 
 def gemma1_from_config(c: Description) -> Shape:
@@ -134,7 +146,7 @@ GEMMA = Family(
     "gemma",
     hf=("GemmaForCausalLM",),
     shape_from_gguf=gemma1_from_gguf,
-    shape_from_config=gemma1_from_config,
+    shape_from_config=causal(gemma1_from_config),
     config_transforms=NORMS,
 )
 
@@ -143,7 +155,7 @@ GEMMA2 = Family(
     partial(Builder.layer, sandwich=True),
     hf=("Gemma2ForCausalLM",),
     shape_from_gguf=gemma2_from_gguf,
-    shape_from_config=gemma2_from_config,
+    shape_from_config=causal(gemma2_from_config),
     names=NAMES,
     config_transforms=NORMS,
 )
@@ -163,7 +175,7 @@ GEMMA3 = Family(
         "vocab_size": 262_208,
     },
     shape_from_gguf=gemma3_from_gguf,
-    shape_from_config=gemma3_from_config,
+    shape_from_config=causal(gemma3_from_config),
     names=NAMES,
     config_transforms=NORMS,
 )

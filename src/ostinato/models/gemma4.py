@@ -84,9 +84,10 @@ def shape_from_gguf(f: Description) -> Shape:
         logit_softcap=f.positive(cap) if f.has(cap) else None,
         per_layer_width=f.integer("embedding_length_per_layer_input", 0, least=0),
     )
-    # No file says so: its layers have a matrix of values or not.
-    lacking = (layer for layer in range(shape.n_layers) if f"blk.{layer}.attn_v.weight" not in f.tensors)
-    shape = _with_values_from_keys(shape, frozenset(lacking))
+    # No file says so: its layers that see everything have a matrix of values, or none of them has one.
+    whole_layers = frozenset(layer for layer, one in enumerate(sliding) if not one)
+    if not any(f"blk.{layer}.attn_v.weight" in f.tensors for layer in whole_layers):
+        shape = _with_values_from_keys(shape, whole_layers)
     if not f.has("expert_count") or not f.integer("expert_count", least=0):
         return shape
     used, width = f.integer("expert_used_count"), f.integer("expert_feed_forward_length")
@@ -135,13 +136,17 @@ def shape_from_config(c: Description) -> Shape:
 
 
 def layer(b: Builder, i: int) -> Layer:
-    at, scale = f"blk.{i}.", f"blk.{i}.layer_output_scale.weight"
     made = b.layer(i, mlp=mlp, sandwich=True, qk_norm=True)
+    scaled = any(b.names.has(_out_scale(layer)) for layer in range(b.shape.n_layers))  # all layers, or none
     return replace(
         made,
         per_layer=b.per_layer_input(i) if b.shape.per_layer_width else None,
-        out_scale=b.tensor(scale, 1, exact=True) if b.names.has(at + "layer_output_scale.weight") else None,
+        out_scale=b.tensor(_out_scale(i), 1, exact=True) if scaled else None,
     )
+
+
+def _out_scale(layer: int) -> str:
+    return f"blk.{layer}.layer_output_scale.weight"
 
 
 def mlp(b: Builder, i: int) -> MLP:

@@ -3,6 +3,7 @@ in some sizes, and experts chosen by sigmoids, beside a shared block without a g
 
 from dataclasses import replace
 
+from ostinato.errors import BadFile
 from ostinato.models.blocks import Layer
 from ostinato.models.builder import Builder
 from ostinato.models.experts import EXPERT_NAMES, deepseek_from_config, experts_from_gguf, shared_names
@@ -24,6 +25,11 @@ def shape_from_gguf(f: Description) -> Shape:
 
 def shape_from_config(c: Description) -> Shape:
     shape = common_from_config(c)
+    normed = any(name.endswith(".self_attn.q_norm.weight") for name in c.tensors)
+    if c.tensors and c.flag("use_qk_norm", normed) != normed:
+        raise BadFile(
+            f"{c.path}: use_qk_norm is {not normed}, and it {'has' if normed else 'lacks'} tensors of such norms"
+        )
     return replace(shape, experts=deepseek_from_config(c, shape.n_layers))
 
 

@@ -6,6 +6,7 @@ Safetensors keep its matrices as [in, out], GGUF as [out, in].
 from dataclasses import replace
 from functools import partial
 
+from ostinato.errors import Unsupported
 from ostinato.models.builder import Builder
 from ostinato.models.family import Family
 from ostinato.models.fields import Description
@@ -19,6 +20,8 @@ def shape_from_gguf(f: Description) -> Shape:
 
 
 def shape_from_config(c: Description) -> Shape:
+    if c.flag("scale_attn_by_inverse_layer_idx", False) or not c.flag("scale_attn_weights", True):
+        raise Unsupported(f"{c.path}: scores scaled by the number of the layer, or not at all, are not supported")
     hidden, n_heads = c.integer("n_embd"), c.integer("n_head")
     return alike(
         c.family,

@@ -38,6 +38,8 @@ def shape_from_gguf(f: Description) -> Shape:
 def shape_from_config(c: Description) -> Shape:
     if (c.number("swiglu_limit", LIMIT), c.number("swiglu_alpha", ALPHA)) != (LIMIT, ALPHA):
         raise Unsupported(f"{c.path}: clamped SwiGLU with other numbers than {LIMIT} and {ALPHA} is not supported")
+    if not c.flag("attention_bias", True):
+        raise Unsupported(f"{c.path}: attention_bias is false; gpt-oss without biases is not supported")
     shape = common_from_config(c)
     rope = ropes.from_config(c, c.integer("head_dim"), default_base=150_000.0)
     width, sliding = c.integer("intermediate_size"), sliding_from_config(c, shape.n_layers, GLOBAL_EVERY)

@@ -5,6 +5,7 @@ see a window; the others see everything, and have no rotary positions.
 
 from dataclasses import replace
 
+from ostinato.errors import BadFile
 from ostinato.models.blocks import Attention, Layer
 from ostinato.models.builder import Builder
 from ostinato.models.family import Family
@@ -39,7 +40,12 @@ def shape_from_config(c: Description) -> Shape:
     # Counted from the last layer, where the file does not list them.
     n, listed = shape.n_layers, c.has("layer_types")
     sliding = sliding_from_config(c, n, 1) if listed else [bool((n - 1 - i) % GLOBAL_EVERY) for i in range(n)]
-    shape = by_window(shape, sliding, c.integer("sliding_window", 2048), local=shape.rope_kinds[0], whole=None)
+    rope = shape.rope_kinds[0]
+    shape = by_window(shape, sliding, c.integer("sliding_window", 2048), local=rope, whole=None)
+    if (bases := c.raw("layer_rope_theta")) is not None:
+        if not isinstance(bases, list) or len(bases) != n or any(one not in (0, rope.base) for one in bases):
+            raise BadFile(f"{c.path}: layer_rope_theta must list {n} times 0, for no positions, or {rope.base:g}")
+        shape = shape.with_attention(rope=tuple(rope if one else None for one in bases))
     cap, after_eps = c.positive("final_logit_softcapping", 20.0), c.positive("post_norm_eps", AFTER_EPS)
     return glimmer(shape, c.positive("output_multiplier"), cap, after_eps)
 

@@ -3,7 +3,7 @@ and no gate; or experts of that kind, chosen by sigmoids, beside a shared one, p
 
 from dataclasses import replace
 
-from ostinato.errors import BadFile
+from ostinato.errors import BadFile, Unsupported
 from ostinato.models.blocks import Layer
 from ostinato.models.builder import Builder
 from ostinato.models.experts import deepseek_from_config, experts_from_gguf
@@ -61,6 +61,10 @@ def shape_from_config(c: Description) -> Shape:
     pattern = pattern_from_config(c)
     n_heads, width = c.integer("mamba_num_heads", 128), c.integer("mamba_head_dim", 64)
     bias = c.flag("use_bias", False)
+    if activation_from_config(c, c.word("mamba_hidden_act", "silu")) != "silu":
+        raise Unsupported(
+            f"{c.path}: mamba_hidden_act is {c.word('mamba_hidden_act')!r}; mamba2 blocks have silu alone"
+        )
     mamba2 = Mamba2Shape(
         inner=n_heads * width,
         state=c.integer("ssm_state_size", 128),

@@ -48,5 +48,5 @@ PHI2 = Family(
         "model.layers.*.mlp.fc1": "blk.*.ffn_up",
         "model.layers.*.mlp.fc2": "blk.*.ffn_down",
     },
-    model=partial(Builder.model, norm_bias=True),
+    model=partial(Builder.model, norm_bias=True, head_bias=True),
 )

@@ -103,8 +103,8 @@ QWEN3_VL_MOE = Family(
         "model.layers.*.mlp.experts.down_proj": "blk.*.ffn_down_exps.weight",
     },
     config_transforms={
-        "ffn_gate_up_exps.weight": replace(SWAPPED, unless=lambda stored, hidden: stored[2] == hidden),
-        "ffn_down_exps.weight": replace(SWAPPED, unless=lambda stored, hidden: stored[1] == hidden),
+        "ffn_gate_up_exps.weight": replace(SWAPPED, unless=lambda stored, hidden: stored[2:] == (hidden,)),
+        "ffn_down_exps.weight": replace(SWAPPED, unless=lambda stored, hidden: stored[1:2] == (hidden,)),
     },
 )
 

@@ -139,7 +139,25 @@ def read_shape(checkpoint: Checkpoint) -> Shape:
             family, checkpoint.format, stated.tensors
         ):
             shape = replace(shape, tied_head=True)  # a folder for embeddings need not have a head for words
+    if shape.causal and shape.tied_head and _has_own_head(family, checkpoint):
+        shape = replace(shape, tied_head=False)
     return checked(replace(shape, projections=projections_of(stated)), stated)
+
+
+def _has_own_head(family: Family, checkpoint: Checkpoint) -> bool:
+    """Whether a folder that is said to have the embedding as its head has another one beside it, as some that were
+    trained further do. Few rows tell: training changes all of them, and reading all would take as long as loading."""
+    names = tensors_by_our_names(family, checkpoint.format, checkpoint.tensors)
+    if not {"token_embd.weight", "output.weight"} <= names.keys():
+        return False
+    embedding, head = (checkpoint.tensors[names[name]] for name in ("token_embd.weight", "output.weight"))
+    if (embedding.shape, embedding.type) != (head.shape, head.type) or len(head.shape) != 2:
+        return True
+    rows = {*range(0, head.shape[0], max(1, head.shape[0] // 64)), head.shape[0] - 1}
+    return any(
+        bytes(checkpoint.raw_rows(embedding.name, row, row + 1)) != bytes(checkpoint.raw_rows(head.name, row, row + 1))
+        for row in rows
+    )
 
 
 def table_of(checkpoint: Checkpoint) -> TensorTable:

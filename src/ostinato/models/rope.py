@@ -150,6 +150,8 @@ def from_config(
     scheme = settings.word("rope_type", settings.word("type", "default"))
     share = settings.positive("partial_rotary_factor", c.positive("partial_rotary_factor", rotary_share))
     if scheme == "proportional":
+        if share > 1:
+            raise BadFile(f"{c.path}: partial_rotary_factor is {share}; no more than the whole head can turn")
         still = proportional(width, share, settings.positive("factor", 1.0))
         return Rope(_above_one(base, c), _within(width, width, c), pairing, still)
     width = _within(int(width * share), width, c)
@@ -181,6 +183,12 @@ def _within(n_rotary: int, width: int, f: Fields) -> int:
             f"no larger than the head or {WIDEST}"
         )
     return n_rotary
+
+
+def check(rope: Rope, width: int, f: Fields) -> None:
+    """Refuse a rope that heads of this width cannot have, whatever keys it was read from."""
+    _within(rope.width, width, f)
+    _above_one(rope.base, f)
 
 
 def _above_one(base: float, f: Fields) -> float:

@@ -525,6 +525,10 @@ def sliding_from_gguf(f: Description, n_layers: int, every: int, *, first: bool 
     if isinstance(stated, (list, np.ndarray)):
         if len(stated) < n_layers:
             raise BadFile(f"{f.path}: {f.prefix}attention.sliding_window_pattern is shorter than the {n_layers} layers")
+        if not all(isinstance(one, (bool, int, np.integer, np.bool_)) for one in stated):
+            raise BadFile(
+                f"{f.path}: {f.prefix}attention.sliding_window_pattern holds other things than true and false"
+            )
         return [bool(one) for one in stated[:n_layers]]
     every = f.integer("attention.sliding_window_pattern", every)
     return [bool((i if first else i + 1) % every) for i in range(n_layers)]
@@ -635,6 +639,8 @@ def checked(shape: Shape, f: Fields) -> Shape:
     for one in shape.attention.values():
         if one.n_heads % one.n_kv_heads:
             raise BadFile(f"{f.path}: {one.n_heads} heads cannot share {one.n_kv_heads} key and value heads evenly")
+        if one.rope is not None:
+            ropes.check(one.rope, one.head_width, f)
     if shape.experts is not None:
         _check_experts(shape.experts, f)
     return shape
