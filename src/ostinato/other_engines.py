@@ -54,7 +54,7 @@ _EAGER = "how the decode loop is paced (eager, graph, loop or persistent) is set
 _MAPPED = "files are always memory-mapped while weights load, and their pages are not locked"
 _ATTENTION = "there is no option for it; the kernel of attention follows from {device} and {mode}"
 _NUMA = "there is no option for NUMA; start the program under `numactl` to keep it on one node"
-_KEPT = "a server keeps its one model in memory until it ends"
+_KEPT = "a model leaves a server's memory only when another needs the room, the one used longest ago first"
 _BATCHED = "new requests always join those that are being decoded; there is nothing to switch on"
 
 _INSTEAD: Final = {

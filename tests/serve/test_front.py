@@ -184,6 +184,9 @@ def test_paths_types_and_bodies_are_refused_as_by_a_single_model(fronted: Fronte
         for body in (b"no JSON", b'{"model": 5}', b"[]", b'{"model": "first"', b"\xff"):
             reply = client.post(CHAT, content=body, headers={"content-type": "application/json"})
             assert reply.status_code == 400, reply.text
+        form = {"content-type": "application/x-www-form-urlencoded"}
+        for page, status in (({}, 200), ({"origin": "https://a.example"}, 415)):
+            assert client.post("/api/chat", content=b"{}", headers={**form, **page}).status_code == status
     assert fronted.post("/api/pull", {"model": "x"}).status_code == 400
     assert fronted.get("/openapi.json").json()["paths"].keys() >= {CHAT, "/v1/models"}
 

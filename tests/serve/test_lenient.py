@@ -109,9 +109,10 @@ def test_fields_that_change_no_token_are_accepted_and_named(server: Running, pat
     body["max_output_tokens" if path == "/v1/responses" else "max_tokens"] = 8
     plain = server.post(path, body)
     neutral = server.post(path, {**body, "cache_prompt": True, "priority": 0, "timings_per_token": False})
-    noted = server.post(path, {**body, "cache_prompt": False, "priority": 5, "timings_per_token": True})
+    given = {"cache_prompt": False, "keep_alive": "5m", "priority": 5, "timings_per_token": True}
+    noted = server.post(path, {**body, **given})
     assert IGNORED not in plain.headers | neutral.headers
-    assert noted.headers[IGNORED] == "cache_prompt, priority, timings_per_token"
+    assert noted.headers[IGNORED] == "cache_prompt, keep_alive, priority, timings_per_token"
     assert plain.json()["digest"] == neutral.json()["digest"] == noted.json()["digest"]
 
 

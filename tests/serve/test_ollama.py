@@ -226,6 +226,7 @@ def test_what_a_raw_prompt_does_not_meet_is_named(server: Running) -> None:
 
 def test_without_anything_to_answer_the_model_is_said_to_be_loaded(ours: ollama.Client, server: Running) -> None:
     assert ours.generate("tiny", keep_alive="5m").done_reason == "load"
+    assert ours.generate("tiny", keep_alive=0).done_reason == "load"  # it stays in memory
     loaded = ours.chat("tiny", keep_alive=-1)
     assert (loaded.done, loaded.done_reason, loaded.message.content) == (True, "load", "")
     assert [line["done_reason"] for line in lines(server, {"model": "tiny", "messages": None})] == ["load"]
@@ -269,7 +270,9 @@ def test_options_and_fields_without_effect_are_named(server: Running) -> None:
         assert reply.status_code == 200, reply.text
         return reply.headers.get(IGNORED)
 
-    assert named({"keep_alive": "5m", "truncate": True, "shift": False, "think": False}) is None
+    assert named({"truncate": True, "shift": False, "think": False}) is None
+    for kept, path in (("5m", PATH), (-1, GENERATE), (0, EMBED)):
+        assert named({"keep_alive": kept}, path) == "keep_alive"
     assert named({"options": {**FEW, "num_ctx": server.llm.context, "mirostat": None}}) is None
     many = {"num_ctx": 8, "mirostat": 2, "num_gpu": 1, "stream": True, "a\nb": 1}
     assert named({"options": {**FEW, **many}, "shift": True, "think": True, "width": 3}) == (
@@ -559,11 +562,32 @@ def test_what_cannot_be_done_is_refused_by_its_name(
     assert words in refused(server, body, path)
 
 
+FORM = {"content-type": "application/x-www-form-urlencoded"}
+
+
+@pytest.mark.parametrize("headers", [{}, FORM])
+def test_a_body_that_curl_was_given_no_type_for_is_read(server: Running, headers: dict[str, str]) -> None:
+    body = json.dumps({"model": "tiny", "messages": [HELLO], "options": FEW, "stream": False}).encode()
+    with server.http(headers=headers) as http:
+        reply = http.post(PATH, content=body)
+        assert http.post("/v1/chat/completions", content=body).status_code == 415
+    assert (reply.status_code, reply.json()["done"]) == (200, True)
+    assert f'ostinato_requests_total{{outcome="length",path="{PATH}"' in server.get("/metrics").text
+
+
+@pytest.mark.parametrize("page", [{"origin": "null"}, {"origin": "https://a.example"}, {"sec-fetch-site": "none"}])
+def test_a_form_of_a_web_page_is_refused(server: Running, page: dict[str, str]) -> None:
+    for kind in ({}, FORM):
+        with server.http(headers={**kind, **page}) as http:
+            assert http.post(GENERATE, content=b"{}").status_code == 415
+
+
 def test_errors_have_ollamas_form_on_all_its_paths(ours: ollama.Client, server: Running) -> None:
     assert server.get("/api/nowhere").json() == {"error": "there is no /api/nowhere here; /docs lists what there is"}
     assert server.get(PATH).status_code == 405
     with server.http() as http:
-        assert "Content-Type" in http.post(PATH, content=b"{}").json()["error"]
+        plain = http.post(PATH, content=b"{}", headers={"content-type": "text/plain"})
+        assert (plain.status_code, "Content-Type" in plain.json()["error"]) == (415, True)
         broken = http.post(PATH, content=b"{", headers={"content-type": "application/json"})
     assert "no JSON" in broken.json()["error"]
     with pytest.raises(ollama.ResponseError, match="not served here") as told:

@@ -21,7 +21,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ostinato.serve.body import ClientGone, check_counts, may_exceed, received
-from ostinato.serve.errors import Refusal, error_response, refusal_of, uses_anthropic
+from ostinato.serve.errors import Refusal, error_response, refusal_of, uses_anthropic, uses_ollama
 from ostinato.serve.log import Record
 from ostinato.serve.service import Service
 from ostinato.serve.settings import is_loopback
@@ -33,6 +33,10 @@ _PAGES: Final = frozenset({"/", "/docs"})
 _FROM_CONTAINERS: Final = frozenset({"host.docker.internal", "gateway.docker.internal", "host.containers.internal"})
 # Public libraries of the page. A browser does not always send with a script the key that it was given for its page.
 _LIBRARIES: Final = "/vendor/"
+_JSON: Final = "application/json"
+# What programs call a body that they were given no type for, and the headers by which browsers tell their requests.
+_OF_CURL: Final = frozenset({"", "application/x-www-form-urlencoded"})
+_FROM_PAGES: Final = frozenset({"origin", "sec-fetch-site"})
 
 
 def holds_key(headers: Headers, sums: Sequence[bytes]) -> bool:
@@ -116,6 +120,8 @@ class Gateway:
         headers = Headers(scope=scope)
         self._check(scope, headers)
         if scope["method"] == "POST":
+            if _is_of_curl(scope, headers):
+                headers = _call_json(scope)
             receive = await self._with_body(headers, receive)
             self._service.begin()
             try:
@@ -196,10 +202,28 @@ class Gateway:
             self._service.write(record.line())
 
 
+def _kind_of(headers: Headers) -> str:
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _is_of_curl(scope: Scope, headers: Headers) -> bool:
+    """Whether a body is one of Ollama's API as `curl -d` sends it: as a form. A browser, which sends the forms of any
+    page, always says whose page it was."""
+    return uses_ollama(scope) and _kind_of(headers) in _OF_CURL and not _FROM_PAGES & set(headers.keys())
+
+
+def _call_json(scope: Scope) -> Headers:
+    """The headers of a request, changed: they say that the body is JSON, to all who read them after this."""
+    named = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+    scope["headers"] = [*named, (b"content-type", _JSON.encode())]
+    return Headers(scope=scope)
+
+
 def _check_type(headers: Headers) -> None:
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise Refusal(415, f"the body's type is {kind or 'not given'}; send Content-Type: application/json")
+    """Refuse what is not sent as JSON: a page of another site can have a browser send a form here, and no JSON."""
+    kind = _kind_of(headers)
+    if kind != _JSON:
+        raise Refusal(415, f"the body's type is {kind or 'not given'}; send Content-Type: {_JSON}")
     packed = headers.get("content-encoding", "identity").strip().lower()
     if packed != "identity":
         raise Refusal(415, f"the body is packed with {packed}; send it as it is, without Content-Encoding")

@@ -89,7 +89,9 @@ class OllamaBody(Body):
     names_unknown: ClassVar[bool] = True
 
     options: OllamaOptions | None = None
-    keep_alive: float | str | None = Field(default=None, description="No effect: the model stays in memory.")
+    keep_alive: float | str | None = Field(
+        default=None, description="No effect: a model leaves memory only when another needs the room."
+    )
 
     @property
     def wanted(self) -> OllamaOptions:
@@ -98,7 +100,8 @@ class OllamaBody(Body):
 
     def without_effect(self, context: int) -> list[str]:
         """The fields that have no effect on a model of this context."""
-        return [*_unknown(self), *self.wanted.without_effect(context)]
+        kept = [] if self.keep_alive is None else ["keep_alive"]
+        return [*kept, *_unknown(self), *self.wanted.without_effect(context)]
 
 
 class AnswerBody(OllamaBody):

@@ -48,6 +48,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 # Accepted, because an answer has the same tokens; a value other than these has no effect, and a header says so.
 NOTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "cache_prompt": (True,),
+    "keep_alive": (),
     "priority": (0,),
     "timings_per_token": (False,),
 }
