@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 
 from ostinato.cli.chat import CtrlC, Dialogue, converse
+from ostinato.cli.conversation import Conversation
 from ostinato.errors import BadTemplate, PromptTooLong
 from ostinato.options import Sampling
 from tests.cli.conftest import RunCli, start
@@ -31,11 +32,14 @@ class Parrot:
     def __init__(self) -> None:
         self.seen: list[list[dict[str, str]]] = []
 
-    def stream_chat(self, messages: list[dict[str, str]], sampling: Sampling) -> Iterator[Any]:
+    def chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        return [0] * sum(len(message["content"]) for message in messages)
+
+    def stream_chat(self, messages: list[dict[str, str]], sampling: Sampling, *, reuse: bool) -> Iterator[Any]:
+        if (n_tokens := len(self.chat_ids(messages))) >= self.context:
+            raise PromptTooLong(f"the prompt has {n_tokens} tokens and the context 100")
         self.seen.append([dict(message) for message in messages])
         text = messages[-1]["content"]
-        if text == "too long":
-            raise PromptTooLong("the prompt has 120 tokens and the context 100")
         if text == "no template":
             raise BadTemplate("the template raised: no")
         return self._pieces(text)
@@ -55,7 +59,9 @@ class Parrot:
 
 def talked(*lines: str, system: str | None = None) -> Parrot:
     parrot = Parrot()
-    converse(Dialogue(cast(Any, parrot), Sampling(), system, CtrlC()), iter(lines))
+    conversation = Conversation(None, [])
+    conversation.open(system)
+    converse(Dialogue(cast(Any, parrot), Sampling(), conversation, CtrlC()), iter(lines))
     return parrot
 
 
@@ -106,17 +112,28 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command in err for command in ("/reset", "/system", "/quit", "/help", "Ctrl-C"))
 
 
-def test_a_conversation_that_no_longer_fits_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    parrot = talked("one", "too long", "two")
-    assert contents(parrot.seen[2]) == ["one", "one", "two"]
+def test_a_message_that_does_not_fit_by_itself_is_dropped_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    parrot = talked("one", "x" * 120, "two")
+    assert contents(parrot.seen[1]) == ["one", "one", "two"]
     err = capsys.readouterr().err
     assert "120 tokens and the context 100; shorten it, or give a larger --context" in err
-    assert "/reset" in err
+    assert "it was dropped" in err
 
 
-def test_a_context_that_fills_up_during_the_answer_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_oldest_messages_make_room_for_a_new_one(capsys: pytest.CaptureFixture[str]) -> None:
+    parrot = talked("a" * 20, "b" * 20, "c" * 20, "d", system="be kind")
+    assert contents(parrot.seen[2]) == ["be kind", "b" * 20, "b" * 20, "c" * 20]  # a quarter is left for the answer
+    assert contents(parrot.seen[3]) == ["be kind", "b" * 20, "b" * 20, "c" * 20, "c" * 20, "d"]
+    assert capsys.readouterr().err == "(the context of 100 tokens is full: the oldest 2 messages are dropped)\n"
+
+
+def test_a_long_message_is_answered_alone_where_it_leaves_little_room() -> None:
+    assert contents(talked("one", "x" * 95, system="ab").seen[1]) == ["ab", "x" * 95]
+
+
+def test_a_context_that_fills_up_during_the_answer_says_what_follows(capsys: pytest.CaptureFixture[str]) -> None:
     talked("fill it")
-    assert "the context of 100 tokens is full; /reset" in capsys.readouterr().err
+    assert "the context of 100 tokens is full; the next message drops the oldest" in capsys.readouterr().err
 
 
 def test_a_template_that_refuses_does_not_end_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,8 +160,8 @@ def test_a_small_context_is_filled_and_survived(ostinato: RunCli, tiny: Path) ->
     lines = b"hello there\nhello there\nhello there\n/reset\nhi\n"
     ran = ostinato("chat", "--model", tiny, "--context", "60", "--ignore-eos", "--seed", "1", stdin=lines)
     assert ran.code == 0
-    assert "the context of 60 tokens is full; /reset" in ran.err
-    assert "the conversation no longer fits" in ran.err
+    assert ran.err.count("the context of 60 tokens is full; the next message drops the oldest") == 4
+    assert ran.err.count("(the context of 60 tokens is full: the oldest 2 messages are dropped)") == 2
     assert "(a new conversation)" in ran.err
 
 

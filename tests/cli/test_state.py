@@ -1,4 +1,4 @@
-"""`ostinato run --state FILE`: a conversation goes on where another process left it."""
+"""`run` and `chat` with `--state FILE`: a conversation goes on where another process left it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ostinato import LLM, Sampling
+from ostinato.cache import state_bytes
 from ostinato.text.reasoning import Reasoning
 from tests.cli import tiny_model
 from tests.cli.conftest import RunCli
@@ -126,3 +127,52 @@ def test_a_folder_that_is_not_there_is_told_before_anything_runs(ostinato: RunCl
     ran = ostinato("run", *SHORT, "--model", tiny, "--state", tmp_path / "no" / "talk.state", "one")
     assert (ran.code, ran.out) == (2, "")
     assert "no folder" in ran.err
+    ran = ostinato("chat", "--model", tiny, "--state", tmp_path / "no" / "talk.state", stdin=b"hi\n")
+    assert "no folder" in ran.err
+
+
+CHAT = ("chat", "--max-tokens", "6", "--ignore-eos", "--state")
+
+
+def saved_contents(state: Path) -> list[str]:
+    note = state_bytes.describe(state.read_bytes()).note or {}
+    return [message["content"] for message in note["note"]["messages"]]
+
+
+def test_a_chat_and_a_run_continue_each_other(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:
+    state = tmp_path / "talk.state"
+    ran = ostinato(*CHAT, state, "--model", tiny, "--system", "be kind", stdin=b"one\ntwo\n")
+    assert ran.code == 0, ran.err
+    system, one, first, two, second = saved_contents(state)
+    assert (system, one, two, f"{first}\n{second}\n") == ("be kind", "one", "two", ran.out)
+    third = said(ostinato, "--model", tiny, "--state", state, "three")
+    assert third["cached_tokens"] > 0
+    assert ostinato(*CHAT, state, "--model", tiny, stdin=b"/system\nfour\n").code == 0
+    assert saved_contents(state)[:-1] == ["be kind", "one", first, "two", second, "three", third["text"], "four"]
+
+
+def test_a_chat_that_was_reset_is_saved_without_its_messages(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:
+    state = tmp_path / "talk.state"
+    assert ostinato(*CHAT, state, "--model", tiny, stdin=b"one\n").code == 0
+    assert ostinato(*CHAT, state, "--model", tiny, stdin=b"/reset\n").code == 0
+    assert saved_contents(state) == []
+
+
+def test_a_chat_is_saved_although_its_input_ends_badly(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:
+    state = tmp_path / "talk.state"
+    ran = ostinato(*CHAT, state, "--model", tiny, stdin=b"one\n\xff\n")
+    assert ran.code == 2
+    assert saved_contents(state)[0] == "one"
+
+
+def test_a_chat_without_messages_writes_nothing(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:
+    assert ostinato(*CHAT, tmp_path / "talk.state", "--model", tiny, stdin=b"").code == 0
+    assert not (tmp_path / "talk.state").exists()
+
+
+def test_a_system_message_does_not_open_a_chat_that_has_begun(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:
+    state = tmp_path / "talk.state"
+    assert ostinato(*CHAT, state, "--model", tiny, stdin=b"one\n").code == 0
+    ran = ostinato(*CHAT, state, "--model", tiny, "--system", "be brief", stdin=b"two\n")
+    assert ran.code == 2
+    assert "begun already" in ran.err

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import signal
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
-from typing import TYPE_CHECKING, Annotated, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from ostinato.cli import flags
+from ostinato.cli.conversation import Conversation, check_file
 from ostinato.cli.flags import Flag
 from ostinato.cli.input import check_text, decode_text, is_typed
 from ostinato.cli.loading import opened
@@ -62,25 +65,39 @@ class CtrlC:
 
 
 class Dialogue:
-    """The messages so far and the model that answers them."""
+    """The conversation so far and the model that answers it.
 
-    def __init__(self, llm: LLM, sampling: Sampling, system: str | None, ctrl_c: CtrlC) -> None:
+    Attributes:
+        messages: the system message, if there is one, and the turns; the conversation's own list.
+        has_state: whether the model remembers an answer, a loaded one or a new one, so that a state can be saved.
+    """
+
+    def __init__(self, llm: LLM, sampling: Sampling, conversation: Conversation, ctrl_c: CtrlC) -> None:
         self.ctrl_c = ctrl_c
         self.llm = llm
         self.sampling = sampling
-        self.system = system
-        self.messages: list[dict[str, str]] = []
+        self.messages = conversation.open(None)
+        self.has_state = conversation.is_saved
+        self._reuse = conversation.file is not None
+
+    @property
+    def system(self) -> str | None:
+        return self.messages[0]["content"] if self._n_system else None
+
+    @property
+    def _n_system(self) -> int:
+        return int(bool(self.messages) and self.messages[0]["role"] == "system")
 
     def say(self, text: str) -> None:
         """Answer one message of the user; the history keeps the shown part of an answer that was stopped."""
-        question = {"role": "user", "content": text}
+        asked = [*self.messages, {"role": "user", "content": text}]
         answer: list[str] = []
         try:
             with self.ctrl_c.awaited():
-                opening = [{"role": "system", "content": self.system}] if self.system else []
-                self._stream([*opening, *self.messages, question], answer)
+                asked, pieces = self._submitted(asked)
+                self._show(pieces, answer)
         except PromptTooLong as error:
-            talk(f"the conversation no longer fits: {told(error)}; your message was dropped, /reset starts a new one")
+            talk(f"your message does not fit: {told(error)}; it was dropped")
             return
         except BadTemplate as error:
             talk(f"error: {error}; your message was dropped")
@@ -88,34 +105,56 @@ class Dialogue:
         except KeyboardInterrupt:
             write("\n")
             talk("(stopped)")
-        self.messages += [question, {"role": "assistant", "content": "".join(answer)}]
+        self.messages[:] = [*asked, {"role": "assistant", "content": "".join(answer)}]
 
-    def _stream(self, messages: list[dict[str, str]], answer: list[str]) -> None:
+    def _submitted(self, asked: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Iterator[Piece]]:
+        """The conversation and its answer; if it is too long for the context, without its oldest turns."""
+        try:
+            return asked, self.llm.stream_chat(asked, self.sampling, reuse=self._reuse)
+        except PromptTooLong:
+            if (shorter := self._shortened(asked)) is None:
+                raise
+        pieces = self.llm.stream_chat(shorter, self.sampling, reuse=self._reuse)
+        dropped = len(asked) - len(shorter)
+        talk(f"(the context of {self.llm.context} tokens is full: the oldest {dropped} messages are dropped)")
+        return shorter, pieces
+
+    def _shortened(self, asked: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        """The conversation from the earliest turn from which an answer has room, or else from the last."""
+        from ostinato.text.chat import room_for_answer, without_oldest_turns
+
+        most = self.llm.context - room_for_answer(self.sampling, self.llm.context)
+        shorter = without_oldest_turns(asked)
+        first = bisect_left(shorter, True, key=lambda messages: len(self.llm.chat_ids(messages)) <= most)
+        return shorter[min(first, len(shorter) - 1)] if shorter else None
+
+    def _show(self, pieces: Iterator[Piece], answer: list[str]) -> None:
         last: Piece | None = None
         writer = AnswerWriter()
-        for last in self.llm.stream_chat(messages, self.sampling):
+        for last in pieces:
             answer.append(last.text)
             writer.write(last)
         writer.end()
         completion = last.completion if last else None
         if completion is None:
             return
+        self.has_state = True
         used = len(completion.prompt_ids) + len(completion.token_ids)
         detail(f"[{used} of {self.llm.context} tokens, {completion.timings.decode_tok_s or 0:.1f} tok/s]")
         if completion.finish_reason == "length" and used >= self.llm.context:
-            talk(f"(the context of {self.llm.context} tokens is full; /reset starts a new conversation)")
+            talk(f"(cut: the context of {self.llm.context} tokens is full; the next message drops the oldest)")
         elif completion.finish_reason == "length":
             talk(f"(cut after {len(completion.token_ids)} tokens, see --max-tokens)")
 
     # --- commands ---
 
     def reset(self, _: str) -> None:
-        self.messages.clear()
+        del self.messages[self._n_system :]
         talk("(a new conversation)")
 
     def set_system(self, text: str) -> None:
         if text:
-            self.system = text
+            self.messages[: self._n_system] = [{"role": "system", "content": text}]
             talk("(the system message is set; /reset forgets what was said before)")
         else:
             talk(f"(system message: {self.system})" if self.system else "(no system message)")
@@ -182,6 +221,9 @@ def chat(
     *,
     model: flags.ModelAnywhere = DEFAULT,
     system: Annotated[str | None, Flag("A system message.", "TEXT")] = None,
+    state: Annotated[
+        Path | None, Flag("Continue the conversation in FILE, if it exists; save it on leaving.", "FILE")
+    ] = None,
     sampling: flags.Choosing,
     load: flags.ToGenerate,
 ) -> None:
@@ -189,11 +231,21 @@ def chat(
 
     /reset, /system TEXT, /help and /quit are commands; Ctrl-C stops an answer; Ctrl-D leaves.
     """
+    check_file(state)
     with opened(model, load, chats=True) as llm:
         if llm.template is None:
             raise BadInput(f"{llm.name} has no chat template, so it cannot chat; use `ostinato run --raw`")
+        conversation = Conversation.at(state, llm, raw=False)
+        conversation.open(system)
         if is_typed():
             talk(f"{llm.name} on {llm.device}, context {llm.context}; /help lists commands, Ctrl-D leaves")
         with CtrlC() as ctrl_c:
             lines = typed_lines(ctrl_c) if is_typed() else piped_lines(ctrl_c)
-            converse(Dialogue(llm, sampling, system, ctrl_c), lines)
+            dialogue = Dialogue(llm, sampling, conversation, ctrl_c)
+            try:
+                converse(dialogue, lines)
+            finally:
+                if dialogue.has_state:
+                    conversation.write(llm)
+                elif state is not None and len(dialogue.messages) > 1:
+                    talk(f"({state} is not written: no answer was completed)")

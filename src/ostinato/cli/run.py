@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ostinato.cli import flags
-from ostinato.cli.conversation import Conversation
+from ostinato.cli.conversation import Conversation, check_file
 from ostinato.cli.flags import Flag
 from ostinato.cli.input import holds_unread_text, read_text, without_last_newline
 from ostinato.cli.loading import opened
@@ -53,8 +53,7 @@ def run(
     if raw and system is not None:
         raise BadOption("--system needs the chat template, and --raw leaves it out; give one of them")
     text = _prompt(prompt, file)
-    if state is not None and not state.parent.is_dir():
-        raise BadInput(f"--state {state}: there is no folder {state.parent} to save it in")
+    check_file(state)
     with opened(model, load, chats=not raw) as llm:
         conversation = Conversation.at(state, llm, raw)
         pieces = conversation.ask(llm, text, system, sampling)

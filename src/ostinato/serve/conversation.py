@@ -20,7 +20,7 @@ from ostinato.serve.log import Record
 from ostinato.serve.logprobs import PendingTokens
 from ostinato.serve.service import Service
 from ostinato.text.answer import AnswerReader, Delta, GenerationInput
-from ostinato.text.chat import ChatRequest
+from ostinato.text.chat import ChatRequest, room_for_answer, without_oldest_turns
 from ostinato.text.template import ChatTemplate
 
 IGNORED: Final = "x-ostinato-ignored"  # the header that names what of a request had no effect
@@ -66,13 +66,8 @@ async def submitted_in_room(
 
 
 async def _shortened(service: Service, llm: LLM, asked: ChatRequest) -> ChatRequest | None:
-    """The conversation from the earliest turn from which it fits; None if even the last is too long.
-
-    An answer needs room: its limit if it has one, otherwise a quarter of the context; at most half of the context."""
-    room = min(asked.sampling.max_tokens or llm.context // 4, llm.context // 2)
-    messages = asked.messages
-    n_system = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    starts = [index for index in range(n_system + 1, len(messages)) if messages[index]["role"] == "user"]
+    """The conversation from the earliest turn from which it fits; None if even the last is too long."""
+    room, candidates = room_for_answer(asked.sampling, llm.context), without_oldest_turns(asked.messages)
 
     async def fits(shorter: ChatRequest) -> bool:
         try:
@@ -82,10 +77,10 @@ async def _shortened(service: Service, llm: LLM, asked: ChatRequest) -> ChatRequ
                 raise
             return False
 
-    found, low, high = None, 0, len(starts)
+    found, low, high = None, 0, len(candidates)
     while low < high:
         middle = (low + high) // 2
-        shorter = replace(asked, messages=[*messages[:n_system], *messages[starts[middle] :]])
+        shorter = replace(asked, messages=candidates[middle])
         if await fits(shorter):
             found, high = shorter, middle
         else:

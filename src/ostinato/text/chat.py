@@ -139,6 +139,25 @@ class ChatFormat:
         return sampling if self.reasoning is None else self.reasoning.before(sampling, prompt, calls=calls)
 
 
+def without_oldest_turns(messages: Sequence[TemplateMessage]) -> list[list[TemplateMessage]]:
+    """What remains of a conversation without its oldest turns, the longest first: the system messages that open it, and
+    everything from a later message of the user on.
+
+    >>> talk = [{"role": role, "content": ""} for role in ("system", "user", "assistant", "user")]
+    >>> [[message["role"] for message in shorter] for shorter in without_oldest_turns(talk)]
+    [['system', 'user']]
+    """
+    n_system = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    starts = (index for index in range(n_system + 1, len(messages)) if messages[index]["role"] == "user")
+    return [[*messages[:n_system], *messages[start:]] for start in starts]
+
+
+def room_for_answer(sampling: Sampling, context: int) -> int:
+    """The tokens that a shortened conversation leaves for its answer: the answer's limit if it has one, otherwise a
+    quarter of the context; at most half of the context."""
+    return min(sampling.max_tokens or context // 4, context // 2)
+
+
 def _is_about_calls(message: TemplateMessage) -> bool:
     return bool(message.get("tool_calls")) or message.get("role") == "tool"
 
