@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import io
 import os
 import re
 import shlex
@@ -158,6 +159,7 @@ def folder(default_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (line,) = (block.text for block in BLOCKS if block.text.startswith('{"custom_id"'))
     (tmp_path / "requests.jsonl").write_text(line, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Name a river.\n")))  # what `chat` is told
     return tmp_path
 
 
