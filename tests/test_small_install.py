@@ -61,7 +61,7 @@ with LLM(model, context=64) as llm:
 with LLM(ranker) as llm:
     found["ranks"] = llm.rank("what is it about?", ["it is about time", "a"]).tolist()
 found["eager"] = refused(lambda: LLM(model, mode="eager"))
-found["dtype"] = refused(lambda: LLM(model, dtype="float32"))
+found["dtype"] = refused(lambda: LLM(model, dtype="bfloat16"))
 found["Decoder"] = refused(lambda: __import__("ostinato").Decoder)
 print(json.dumps(found))
 """
@@ -212,7 +212,7 @@ def test_it_verifies_measures_inspects_and_diagnoses(small: Environment, tiny_gg
 
 
 CASES = [
-    (["run", "--model", "LLAMA", "--dtype", "float32", "hi"], "torch"),
+    (["run", "--model", "LLAMA", "--dtype", "bfloat16", "hi"], "torch"),
     (["run", "--model", "LLAMA", "--mode", "eager", "hi"], "torch"),
     (["bench", "decode", "--model", "LLAMA", "--plot", "x.svg"], "lab"),
     (["lab", "profile"], "torch"),

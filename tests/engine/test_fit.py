@@ -279,7 +279,7 @@ def test_weights_go_into_tiles_where_the_native_loop_will_run(tiny_gguf: Path) -
         assert (llm.mode, llm.activations) == ("loop", "int8")
 
 
-@pytest.mark.parametrize("words", [{"mode": "eager"}, {"dtype": "float32"}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("words", [{"mode": "eager"}, {"dtype": "bfloat16"}])
 def test_they_are_dense_where_that_was_asked_for(tiny_gguf: Path, words: dict[str, Any]) -> None:
     said: list[str] = []
     with LLM(tiny_gguf, device="cpu", talk=said.append, **words) as llm:
@@ -331,8 +331,17 @@ def test_so_does_a_machine_without_compiler_and_object(tiny_gguf: Path, monkeypa
 
 
 def test_a_dtype_and_the_native_loop_exclude_each_other(tiny_gguf: Path) -> None:
-    with pytest.raises(HardwareCannot, match="--dtype float32 asks for dense weights"):
-        LLM(tiny_gguf, device="cpu", mode="loop", dtype="float32")
+    with pytest.raises(HardwareCannot, match="--dtype bfloat16 asks for dense weights"):
+        LLM(tiny_gguf, device="cpu", mode="loop", dtype="bfloat16")
+
+
+def test_the_dtype_that_a_cpu_computes_in_may_be_named(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ostinato.extras._is_installed", lambda module: module != "torch")
+    with LLM(tiny_gguf, device="cpu", dtype="float32") as named, LLM(tiny_gguf, device="cpu") as auto:
+        asked = [5, 6], Sampling(max_tokens=3, ignore_eos=True, seed=1)
+        assert (named.mode, named.generate(*asked).digest) == ("loop", auto.generate(*asked).digest)
+    with pytest.raises(HardwareCannot, match="--dtype bfloat16 needs torch"):
+        LLM(tiny_gguf, device="cpu", dtype="bfloat16")
 
 
 def test_threads_reach_torch_and_the_loop(tiny_gguf: Path) -> None:

@@ -75,6 +75,7 @@ class LoadCase:
     tensors: HeaderTensors
     options: LoadOptions
     machine: Machine
+    layout: WeightLayout | None = None  # of weights that are already in memory
 
     @property
     def dtype(self) -> str:
@@ -101,7 +102,10 @@ def why_not_here(machine: Machine) -> dict[str, str | None]:
 def why_not(case: LoadCase) -> dict[str, str | None]:
     """Every mode from low to high, and why it cannot run such a model; None where it can."""
     given = (case.shape, case.tensors, case.options, case.machine)
-    return {mode: backend.why_not(mode, *given) for mode, backend in _asked(case.machine.kind).items()}
+    reasons = {mode: backend.why_not(mode, *given) for mode, backend in _asked(case.machine.kind).items()}
+    if case.machine.kind == "cpu" and case.layout not in (None, "tiles"):
+        reasons |= dict.fromkeys(NATIVE.modes, "the native loop multiplies packed weights, and these are dense")
+    return reasons
 
 
 def _asked(kind: DeviceKind) -> dict[str, Backend]:
@@ -179,7 +183,7 @@ def prepared(case: LoadCase, talk: Talk) -> Settled:
         except HardwareCannot as error:
             failed[settled.mode] = str(error)
             continue
-        if settled.kind == "cpu" and case.options.mode == case.options.dtype == "auto":
+        if settled.kind == "cpu" and case.options.mode == "auto" and not _asks_dense(case.options):
             for mode, _, why in (told.partition(": ") for told in settled.why_not):
                 if mode in NATIVE.modes:
                     lacking = why in (failed.get(mode), NATIVE.why_not_here(mode, case.machine))  # not the model's
@@ -196,7 +200,7 @@ def _only_tape(options: LoadOptions, machine: Machine) -> bool:
 def _check_options(options: LoadOptions, machine: Machine, reasons: dict[str, str]) -> None:
     """Refuse options for a backend that will not run. If its mode was asked for, the reason why that mode cannot run is
     reported instead."""
-    if options.dtype != "auto" and machine.kind == "cpu":
+    if machine.kind == "cpu" and _asks_dense(options):
         check_extra("torch", f"--dtype {options.dtype}")
     at_hand = [backend_for(mode, machine.kind) for mode in MODES if _may_run(mode, options, machine, reasons)]
     if options.activations != "wide" and not any(options.activations in one.activations for one in at_hand):
@@ -206,6 +210,11 @@ def _check_options(options: LoadOptions, machine: Machine, reasons: dict[str, st
         )
     if options.prompts == "tape" and TAPE not in at_hand:
         raise BadOption("--prompts tape is for --mode persistent on a GPU, which will not run here; leave it out")
+
+
+def _asks_dense(options: LoadOptions) -> bool:
+    """Whether the options ask a CPU for a dtype that only the reference backend computes in, from dense weights."""
+    return options.dtype not in ("auto", "float32")
 
 
 def _may_run(mode: str, options: LoadOptions, machine: Machine, reasons: dict[str, str]) -> bool:
@@ -451,7 +460,8 @@ def settle_model(
         prompts=prompts if mode == "auto" else "plain",
     )
     # Loaded weights need no further memory, and the caller says how many pages there are.
-    case = LoadCase(model.shape, tensors_in(model), options, replace(machine, free_bytes=sys.maxsize))
+    machine = replace(machine, free_bytes=sys.maxsize)
+    case = LoadCase(model.shape, tensors_in(model), options, machine, layout_of(model))
     settled = _draft(TORCH, TWIN, case) if mode == TWIN else decide(case)
     return replace(
         settled,
@@ -470,7 +480,7 @@ def why_not_model(model: LoadedModel, *, n_slots: int = 1, machine: Machine | No
     context; None where it can."""
     machine = machine or machine_at(str(model.device))
     options = LoadOptions(dtype=_asked_dtype(model, machine.kind), slots=n_slots, context=1)
-    return why_not(LoadCase(model.shape, tensors_in(model), options, machine))
+    return why_not(LoadCase(model.shape, tensors_in(model), options, machine, layout_of(model)))
 
 
 def layout_of(model: LoadedModel) -> WeightLayout:

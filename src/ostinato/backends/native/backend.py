@@ -50,7 +50,7 @@ class NativeBackend:
     def why_not(
         self, mode: str, shape: Shape, tensors: HeaderTensors, options: LoadOptions, machine: Machine
     ) -> str | None:
-        if options.dtype != "auto":
+        if options.dtype not in ("auto", "float32"):  # its rows are float32
             return (
                 f"--dtype {options.dtype} asks for dense weights, and the native loop multiplies packed ones: "
                 "leave it out"
