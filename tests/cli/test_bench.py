@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ def quick_read(monkeypatch: pytest.MonkeyPatch) -> None:
     from ostinato.lab import bench as measuring
 
     monkeypatch.setattr(measuring, "READ_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr("ostinato.lab.read_bandwidth.cache_bytes", lambda: 0)
 
 
 def test_lists_cross_and_every_figure_has_its_limit(ostinato: RunCli) -> None:
@@ -31,16 +33,25 @@ def test_lists_cross_and_every_figure_has_its_limit(ostinato: RunCli) -> None:
     assert ran.code == 0, ran.err
     lines = ran.out.splitlines()
     assert lines[0].startswith("tiny f32, 6 MB of weights, activations wide, KV f32, on ")
-    assert "GB/s" in lines[0]
-    table = [line.split() for line in lines[2:-1]]
-    tests = [(row[0], row[1], " ".join(row[2:-8])) for row in table]
+    assert re.fullmatch(r"limit: all weights are read once a step, at \S+ GB/s in eager, \S+ GB/s in loop", lines[-2])
+    table = [line.split() for line in lines[2:-2]]
+    tests = [(row[0], row[1], " ".join(row[2:5] if row[3] == "@" else row[2:3])) for row in table]
     assert tests == [
         (mode, batch, test)
         for mode in ("eager", "loop")
         for batch, names in (("1", ("pp8", "tg4", "pp8 @ d20", "tg4 @ d20")), ("2", ("tg4", "tg4 @ d20")))
         for test in names
     ]
-    assert all(row[-1] == "%" for row in table)
+    assert all(row[-1] == ("%" if row[2] == "tg4" else "-") for row in table)  # arithmetic limits a prompt
+
+
+def test_a_model_that_fits_the_cache_has_no_limit_of_memory(ostinato: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ostinato.lab.read_bandwidth.cache_bytes", lambda: 32 << 20)
+    ran = ostinato(*TINY, "--mode", "loop")
+    *_, prompt, generated, said, note = ran.out.splitlines()
+    assert (prompt[-1], generated[-1]) == ("-", "-")
+    assert said == "no limit: memory is not read, as 6 MB fit the CPU's cache, 34 MB"
+    assert json.loads(note)["figures"][-1]["limit_tok_s"] > 0
 
 
 def test_the_last_line_is_json_with_every_run(ostinato: RunCli) -> None:

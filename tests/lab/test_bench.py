@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from ostinato.errors import BadOption, HardwareCannot
 from ostinato.lab.bench import Bench, Figure, Task, TimedRun, kv_read_bytes, read_bandwidth, why_not_profiled
+from ostinato.loop.plan import Buffer
 from ostinato.models.named_shapes import SHAPES
 from tests.backends.native.tiled import tiled
 from tests.random_model import WINDOW, random_model, shape_of
@@ -115,6 +117,28 @@ def test_the_read_bandwidth_is_a_plausible_number(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(measuring, "READ_BYTES", {"cpu": 8 << 20})
     assert 1e7 < read_bandwidth("cpu", repeats=2) < 1e14
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_few_weights_are_read_again_and_again(bench: Bench, monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+    from ostinato.lab import bench as measuring
+    from ostinato.lab import read_bandwidth as reading
+
+    seen: list[int] = []
+
+    def reads(buffers: Sequence[Buffer], threads: int, passes: int) -> float:
+        if not native:
+            raise HardwareCannot("no compiler is here")
+        seen.append(passes * sum(one.n_bytes for one in buffers))
+        return 0.5
+
+    monkeypatch.setattr(measuring, "READ_BYTES", {"cpu": 8 << 20})
+    monkeypatch.setattr(reading, "read_seconds", reads)
+    found = measuring.weights_read_bandwidth(bench.model, repeats=2, threads=1)
+    if native:
+        assert 4 << 20 < seen[0] == found / 2 <= 8 << 20
+    else:
+        assert 1e7 < found < 1e14
 
 
 def test_a_test_is_called_as_llama_bench_calls_it() -> None:

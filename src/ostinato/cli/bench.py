@@ -90,8 +90,9 @@ def decode(
 ) -> None:
     """Tokens per second of decoding, mode by mode, beside the limit of this machine's memory.
 
-    Lists cross: `--mode eager,graph,loop --batch 1,4,16 --depth 0,500`. In the terms of llama-bench: pp is a prompt,
-    tg is generation, d is depth. Ends with one line of JSON.
+    The limit of generation is how often per second all weights can be read from memory. Lists cross: `--mode
+    eager,graph,loop --batch 1,4,16 --depth 0,500`. In the terms of llama-bench: pp is a prompt, tg is generation, d is
+    depth. Ends with one line of JSON.
     """
     if model is not None and shape is not None:
         raise BadInput(f"--model {model} and --shape {shape} are two models; give one of them")
@@ -242,7 +243,7 @@ def _measure(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    from ostinato.lab.bench import Bench, read_bandwidth, why_not_profiled
+    from ostinato.lab.bench import Bench, weights_read_bandwidth, why_not_profiled
 
     # A CPU's eager comes first, with weights of its own.
     modes = _modes_here(wanted, source)
@@ -251,28 +252,32 @@ def _measure(
     assert model is not None
     why_not = {mode: why_not_profiled(mode, source.settled.kind) for mode in modes} if profile else {}
     profiled = _possible(why_not, "no profile of")
-    bandwidth = read_bandwidth(source.settled.device, threads=source.settled.threads)
-    facts = _facts(source, bandwidth, repeats)
+    facts = _facts(source, repeats)
     if not as_json:
         write_line(_head(facts))
         _show_row(_HEADINGS)
     figures, profiles = [], []
+    reads: dict[str, float] = {}  # bytes per second, by mode
+    cached = _why_no_limit(source)
     for dense, group in _by_weights(modes, source):
         if model is None:
             model = source.load(dense)
         how = source.settled
+        bandwidth = facts["read_bytes_s"] = weights_read_bandwidth(model, threads=how.threads)
+        reads |= dict.fromkeys(group, bandwidth)
         bench = Bench(model, how.kv_type, bandwidth, repeats, "wide" if dense else how.activations, how.threads)
         for figure in bench.figures(modes=group, **lists):
             figures.append(figure)
             if not as_json:
-                _show_row(_row(figure))  # print at once: a table may take minutes
+                _show_row(_row(figure, limited=cached is None))  # print at once: a table may take minutes
         cases = product([mode for mode in group if mode in profiled], lists["batches"], lists["depths"])
         profiles += [bench.profile(batch=batch, depth=depth, mode=mode) for mode, batch, depth in cases]
         model = None  # freed before the next is loaded
         del bench
     if not as_json:
+        write_line(cached or f"limit: all weights are read once a step, {_spoken(reads)}")
         for one in profiles:
-            _show_profile(one, bandwidth)
+            _show_profile(one, reads[one.mode])
     if plot is not None:
         draw(figures, _head(facts), plot)
     write_json({**facts, "figures": list(map(_record, figures)), "profiles": [asdict(one) for one in profiles]})
@@ -306,7 +311,7 @@ def _possible(reasons: Mapping[str, str | None], what: str) -> list[str]:
     return [mode for mode, reason in reasons.items() if reason is None]
 
 
-def _facts(source: BenchModel, bandwidth: float, repeats: int) -> dict[str, Any]:
+def _facts(source: BenchModel, repeats: int) -> dict[str, Any]:
     from ostinato.backends.machine import cpu_name, package_version
 
     device = source.settled.device
@@ -325,7 +330,6 @@ def _facts(source: BenchModel, bandwidth: float, repeats: int) -> dict[str, Any]
         "threads": source.settled.threads,
         "torch": package_version("torch"),
         "repeats": repeats,
-        "read_bytes_s": bandwidth,
     }
 
 
@@ -340,9 +344,29 @@ def _head(facts: dict[str, Any]) -> str:
     activations = "" if facts["activations"] is None else f", activations {facts['activations']}"
     return (
         f"{facts['model']} {facts['type']}, {megabytes(facts['weight_bytes'])} of weights{activations}, "
-        f"KV {facts['kv_type']}, on "
-        f"{facts['device_name']}{threads}, which reads {facts['read_bytes_s'] / 1e9:.1f} GB/s"
+        f"KV {facts['kv_type']}, on {facts['device_name']}{threads}"
     )
+
+
+def _why_no_limit(source: BenchModel) -> str | None:
+    """That memory does not limit this model, whose weights stay in the CPU's cache; None if they do not."""
+    from ostinato.lab.read_bandwidth import cache_bytes
+
+    cache = cache_bytes() if source.settled.kind == "cpu" else 0
+    if source.weight_bytes > cache:
+        return None
+    return f"no limit: memory is not read, as {megabytes(source.weight_bytes)} fit the CPU's cache, {megabytes(cache)}"
+
+
+def _spoken(reads: Mapping[str, float]) -> str:
+    """The read bandwidth; that of each mode where they differ, since a CPU's eager has weights of its own.
+
+    >>> _spoken({"eager": 45e9, "loop": 50e9})
+    'at 45.0 GB/s in eager, 50.0 GB/s in loop'
+    """
+    if len(set(reads.values())) == 1:
+        return f"at {next(iter(reads.values())) / 1e9:.1f} GB/s"
+    return "at " + ", ".join(f"{rate / 1e9:.1f} GB/s in {mode}" for mode, rate in reads.items())
 
 
 _HEADINGS: Final = ("mode", "batch", "test", "tok/s", "least - most", "by the host", "limit", "of it")
@@ -358,8 +382,9 @@ def _show_row(cells: Sequence[str]) -> None:
     write_line("  ".join(shown).rstrip())
 
 
-def _row(figure: Figure) -> tuple[str, ...]:
+def _row(figure: Figure, *, limited: bool) -> tuple[str, ...]:
     test, rates = figure.task, figure.rates
+    limit = (f"{figure.limit_tok_s:.1f}", f"{100 * figure.tok_s / figure.limit_tok_s:.0f} %")
     return (
         test.mode,
         str(test.batch),
@@ -367,8 +392,7 @@ def _row(figure: Figure) -> tuple[str, ...]:
         f"{figure.tok_s:.1f}",
         f"{min(rates):.1f} - {max(rates):.1f}",
         f"{figure.host_tok_s:.1f}",
-        f"{figure.limit_tok_s:.1f}",
-        f"{100 * figure.tok_s / figure.limit_tok_s:.0f} %",
+        *(limit if limited and test.kind == "tg" else ("-", "-")),  # arithmetic limits a prompt, not memory
     )
 
 
@@ -379,6 +403,7 @@ def _record(figure: Figure) -> dict[str, Any]:
         "tok_s": figure.tok_s,
         "host_tok_s": figure.host_tok_s,
         "limit_tok_s": figure.limit_tok_s,
+        "read_bytes_s": figure.bandwidth,
         "bytes_per_token": figure.bytes_per_token,
         "runs": [asdict(run) for run in figure.runs],
     }
@@ -414,8 +439,8 @@ def draw(figures: Sequence[Figure], title: str, plot: Path) -> None:
         places = [groups.index((f.task.batch, f.task.name)) - 0.4 + (number + 0.5) * width for f in mine]
         bars = axes.bar(places, [f.tok_s for f in mine], width, label=mode)
         axes.bar_label(bars, fmt="%.0f", fontsize=8)
-    limits = {(f.task.batch, f.task.name): f.limit_tok_s for f in shown}
-    for place, group in enumerate(groups):
+    limits = {(f.task.batch, f.task.name): f.limit_tok_s for f in shown if f.task.kind == "tg"}
+    for place, group in enumerate(groups if limits else ()):
         label = "read limit" if place == 0 else None
         axes.hlines(limits[group], place - 0.45, place + 0.45, colors="black", linestyles="dashed", label=label)
     axes.set_xticks(range(len(groups)), [f"batch {batch}\n{name}" for batch, name in groups])

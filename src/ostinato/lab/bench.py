@@ -3,7 +3,8 @@
 Every figure comes through an `Engine`, as any caller would use it: prompts of random ids, greedy tokens, the device's
 own times. In the terms of llama-bench: *pp* is a prompt of so many tokens, *tg* so many generated tokens, *depth* how
 many positions are in memory before. The limit beside a figure is what a step must read (every weight once, and keys
-and values of the live sequences) over the read bandwidth, which is measured too.
+and values of the live sequences) over the read bandwidth, which is measured too. A prompt is limited by arithmetic, so
+its limit says little.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ostinato.engine.machine import machine_at
 from ostinato.engine.open import open_runner
 from ostinato.engine.request import Token
 from ostinato.errors import BadOption, HardwareCannot, InternalError
-from ostinato.lab.read_bandwidth import cpu_bandwidth
+from ostinato.lab.read_bandwidth import cpu_bandwidth, weights_bandwidth
 from ostinato.loop.plan import Node
 from ostinato.models.shape import Shape
 from ostinato.options import Activations, KVType
@@ -139,6 +140,14 @@ def read_bandwidth(device: str, repeats: int = 5, threads: int | None = None) ->
     from ostinato.lab.gpu_time import gpu_bandwidth
 
     return gpu_bandwidth(device, n_bytes, repeats)
+
+
+def weights_read_bandwidth(model: LoadedModel, repeats: int = 5, threads: int | None = None) -> float:
+    """Bytes per second at which the weights of a model can be read: on a CPU measured with these weights, on a GPU the
+    bandwidth of its memory."""
+    if kind_of(str(model.device)) == "cuda":
+        return read_bandwidth(str(model.device), repeats)
+    return weights_bandwidth(model, threads or default_threads(), repeats, READ_BYTES["cpu"])
 
 
 def kv_read_bytes(shape: Shape, kv_type: KVType, position: int) -> int:
