@@ -64,7 +64,7 @@ def test_on_linux_without_a_driver_the_cpu_build_of_torch_is_named(
     assert "--torch-backend cpu" not in (why_missing("torch", "it") or "")
 
 
-@pytest.mark.parametrize("words", [{"mode": "eager"}, {"dtype": "float32"}])
+@pytest.mark.parametrize("words", [{"mode": "eager"}, {"dtype": "bfloat16"}])
 def test_what_only_torch_can_do_is_refused_before_anything_is_loaded(
     words: dict[str, str], tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ PACKAGES: Final = {
     "lab": ("matplotlib",),
 }
 _MODULES: Final = {"cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings", "prometheus-client": "prometheus_client"}
+_LACKING: Final = re.compile(r".*?(needs [^;]+), which (?:is|are) not installed; type: (.*)")
 _CHECKOUT: Final = Path(__file__).parents[2]
 _NVIDIA: Final = Path("/proc/driver/nvidia")
 
@@ -39,6 +41,19 @@ def why_missing(extra: str, what: str, *packages: str) -> str | None:
     if "torch" in lacking and extra == "torch" and sys.platform == "linux" and not _NVIDIA.exists():
         said += f", which brings about 3 GB of CUDA packages; without them: {cpu_install_command(extra)}"
     return said
+
+
+def without_command(why: str) -> tuple[str, str | None]:
+    """A reason for a cell of a table: `needs PACKAGES` of a message of `why_missing`, and apart from it what to type;
+    other reasons as they are.
+
+    >>> without_command("it needs torch, which is not installed; type: pip install torch")
+    ('needs torch', 'pip install torch')
+    >>> without_command("there is no NVIDIA driver")
+    ('there is no NVIDIA driver', None)
+    """
+    found = _LACKING.fullmatch(why)
+    return (why, None) if found is None else (found[1], found[2])
 
 
 def check_extra(extra: str, what: str, *packages: str) -> None:

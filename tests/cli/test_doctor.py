@@ -14,6 +14,7 @@ import pytest
 
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.native.cpu_levels import LEVELS
+from ostinato.cli.output import InstallHints
 from ostinato.files import store
 from ostinato.options import MODES
 from tests.cli.conftest import RunCli
@@ -112,7 +113,7 @@ def test_a_gpu_is_described_by_what_decides(monkeypatch: pytest.MonkeyPatch) -> 
     assert modes["cuda", "graph"]
     assert modes["cuda", "loop"]
     assert modes["cuda", "persistent"]
-    rows = dict(row for row in doctor._rows(found) if len(row) == 2)
+    rows = dict(row for row in doctor._rows(found, InstallHints()) if len(row) == 2)
     assert rows["driver"] == "NVIDIA 580.1 for CUDA 13.0 (mode loop needs 12.4)"
     assert rows["gpu"] == "a GPU, 75.2 GB free of 85.9 GB, compute capability 9.0, 132 multiprocessors"
     assert rows["attention in a step"].startswith("528 programs (4 for each of 132 multiprocessors")
@@ -274,7 +275,7 @@ def cuda_of(*devices: dict[str, Any]) -> dict[str, Any]:
 def test_several_gpus_are_each_judged_by_their_own_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "missing", lambda _: ())
     monkeypatch.setattr(doctor, "_cuda", lambda: cuda_of({"capability": "7.5"}, {"capability": "9.0"}))
-    rows = dict(row for row in doctor._rows(doctor.examine()) if len(row) == 2)
+    rows = dict(row for row in doctor._rows(doctor.examine(), InstallHints()) if len(row) == 2)
     assert rows["cuda:0 graph"].startswith("cannot: compute capability 7.5 is too old")
     assert rows["cuda:1 graph"] == rows["cuda:1 persistent"] == "can run"
     assert "cuda graph" not in rows
@@ -286,7 +287,7 @@ def test_a_mode_that_auto_does_not_choose_yet_is_told_with_what_to_do(
 ) -> None:
     monkeypatch.setattr(doctor, "missing", lambda _: ())
     monkeypatch.setattr(doctor, "_cuda", lambda: cuda_of({"capability": "12.0", "verified": verified}))
-    rows = dict(row for row in doctor._rows(doctor.examine()) if len(row) == 2)
+    rows = dict(row for row in doctor._rows(doctor.examine(), InstallHints()) if len(row) == 2)
     until = "; not chosen by auto until `ostinato verify --mode persistent MODEL` has passed on this card"
     assert rows["cuda persistent"] == "can run" + ("" if verified else until)
     assert rows["cuda loop"] == "can run"
@@ -297,7 +298,7 @@ def test_a_pretended_chip_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pretended == "OSTINATO_CHIP pretends sm_89: kernels are made as for it, and this GPU is sm_90"
     assert doctor._pretended(Chip((9, 0), 132, 227 << 10)) is None
     monkeypatch.setattr(doctor, "_cuda", lambda: cuda_of({"capability": "8.9", "pretended": pretended}))
-    assert ("gpu", pretended) in doctor._rows(doctor.examine())
+    assert ("gpu", pretended) in doctor._rows(doctor.examine(), InstallHints())
 
 
 def test_what_of_a_file_fits_is_told(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:

@@ -155,3 +155,17 @@ def test_a_result_on_a_gpu_is_kept_for_auto_or_removed(
     assert (ran.code, ran.err) == (0 if passes else 3, "")
     assert verified.verified_modes(card, lambda _: None) == (("persistent",) if passes else ())
     assert ("persistent is verified for this card, driver, version and family: auto may take it" in ran.out) == passes
+
+
+@pytest.mark.slow
+def test_what_to_install_is_told_once_below_the_table(
+    ostinato: RunCli, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ostinato.extras._is_installed", lambda module: module != "torch")
+    for words, said in ((("verify", tiny), "cannot run here: needs torch\n"), (("doctor",), "cannot: needs torch\n")):
+        ran = ostinato(*words)
+        assert said in ran.out
+        assert next(line for line in ran.out.splitlines() if "pip install" in line).startswith("to install torch: ")
+        assert ran.out.count("to install torch") == 1
+    ran = ostinato("bench", "decode", "--shape", "tiny", "--n-gen", "2", "--n-prompt", "0", "--repeats", "1")
+    assert ran.err.startswith("not eager: needs torch\nto install torch: ")

@@ -22,7 +22,7 @@ from ostinato.cli import flags
 from ostinato.cli.bare import Bare, opened_bare
 from ostinato.cli.flags import Flag
 from ostinato.cli.groups import Verbs, show_help
-from ostinato.cli.output import detail, talk, write_columns, write_json, write_line
+from ostinato.cli.output import InstallHints, detail, talk, write_columns, write_json, write_line
 from ostinato.cli.plot import figure_kind, save
 from ostinato.errors import BadInput, BadOption, HardwareCannot, listing
 from ostinato.files.fetch import megabytes
@@ -305,9 +305,12 @@ def _modes_here(wanted: list[str] | None, source: BenchModel) -> list[str]:
 
 def _possible(reasons: Mapping[str, str | None], what: str) -> list[str]:
     """The modes that have no reason against them; prints that of each of the others."""
+    hints = InstallHints()
     for mode, reason in reasons.items():
         if reason is not None:
-            talk(f"{what} {mode}: {reason}")
+            talk(f"{what} {mode}: {hints.cell(reason)}")
+    for hint in hints.lines:
+        talk(f"to install {hint}")
     return [mode for mode, reason in reasons.items() if reason is None]
 
 

@@ -30,7 +30,7 @@ from ostinato.backends.machine import (
 )
 from ostinato.backends.native.library import compiler_of_object, native_status
 from ostinato.cli import flags
-from ostinato.cli.output import talk, write_columns, write_json
+from ostinato.cli.output import InstallHints, talk, write_columns, write_json, write_line
 from ostinato.engine.cores import allowed_processors, default_threads
 from ostinato.engine.machine import driver_version, machine_at, why_no_cuda
 from ostinato.errors import OstinatoError
@@ -70,7 +70,10 @@ def doctor(
     if as_json:
         write_json(report)
     else:
-        write_columns(_rows(report))
+        hints = InstallHints()
+        write_columns(_rows(report, hints))
+        for hint in hints.lines:
+            write_line(f"to install {hint}")
 
 
 def card_rows() -> list[tuple[str, ...]]:
@@ -241,7 +244,7 @@ def _plan(model: str | None) -> dict[str, Any]:
         return none if model is None else {**none, "plan_reason": str(error)}
 
 
-def _rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
+def _rows(report: dict[str, Any], hints: InstallHints) -> list[tuple[str, ...]]:
     from ostinato.cli.inspect import plan_rows
 
     cpu, memory, cuda, kept = report["cpu"], report["memory"], report["cuda"], report["store"]
@@ -263,11 +266,11 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
         rows += [("gpu", device["pretended"])] if device["pretended"] else []
         rows += [(one["what"], f"{one['choice']} ({one['reason']})") for one in device["kernels"]]
     if cuda["reason"] is not None:
-        rows.append(("cuda", f"cannot: {cuda['reason']}"))
+        rows.append(("cuda", f"cannot: {hints.cell(cuda['reason'])}"))
     for mode in report["modes"]:
         if mode["device"] != "cpu" and cuda["reason"] is not None:
             continue
-        answer = "can run" if mode["can_run"] else f"cannot: {mode['reason']}"
+        answer = "can run" if mode["can_run"] else f"cannot: {hints.cell(mode['reason'])}"
         answer += f"; {mode['not_chosen']}" if mode["not_chosen"] else ""
         rows.append((f"{mode['device']} {mode['mode']}", answer))
     writable = "" if kept["writable"] else ", NOT WRITABLE: set OSTINATO_HOME to another folder"

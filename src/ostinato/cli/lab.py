@@ -15,7 +15,7 @@ from ostinato.cli import flags
 from ostinato.cli.bench import numbers
 from ostinato.cli.flags import Flag, RecordFlags
 from ostinato.cli.groups import Verbs
-from ostinato.cli.output import talk, write_columns, write_json, write_line
+from ostinato.cli.output import InstallHints, talk, write_columns, write_json, write_line
 from ostinato.errors import BadInput, BadOption, HardwareCannot
 from ostinato.extras import check_extra
 from ostinato.lab.model import BODIES, Workload
@@ -361,12 +361,15 @@ def _decoded(model: LoadedModel, name: str, n_prompt: int, n_gen: int) -> tuple[
 
     rows: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
+    hints = InstallHints()
     for mode, found in decoded_by_mode(model, n_prompt=n_prompt, n_gen=n_gen):
         if isinstance(found, str):
             refused[mode] = found
-            talk(f"not {mode}: {found}")
+            talk(f"not {mode}: {hints.cell(found)}")
         else:
             rows.append({"model": name, **found})
+    for hint in hints.lines:
+        talk(f"to install {hint}")
     return rows, refused
 
 

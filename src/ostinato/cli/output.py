@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ostinato.errors import BadInput, OstinatoError, PromptTooLong
+from ostinato.extras import without_command
 from ostinato.processes import keep_stderr
 
 if TYPE_CHECKING:
@@ -128,6 +129,25 @@ def write_columns(rows: Iterable[Sequence[str]], *, numbers: bool = False) -> No
     for line in lines:
         cells = [cell.rjust(widths[i]) if numbers and i else cell.ljust(widths[i]) for i, cell in enumerate(line)]
         write_line("  ".join(cells).rstrip())
+
+
+class InstallHints:
+    """Reasons in a table: where a package is missing, what to type is told once, below the table."""
+
+    def __init__(self) -> None:
+        self._commands: dict[str, str] = {}
+
+    def cell(self, reason: str) -> str:
+        """A reason without what to type."""
+        short, command = without_command(reason)
+        if command is not None:
+            self._commands[short] = command
+        return short
+
+    @property
+    def lines(self) -> list[str]:
+        """What to type, a line for each that a cell needs."""
+        return [f"{needs.removeprefix('needs ')}: {command}" for needs, command in self._commands.items()]
 
 
 def drop_output() -> None:

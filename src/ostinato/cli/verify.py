@@ -13,7 +13,7 @@ import typer
 from ostinato.cli import flags
 from ostinato.cli.bare import opened_bare
 from ostinato.cli.flags import Flag
-from ostinato.cli.output import detail, talk, write_columns, write_json, write_line
+from ostinato.cli.output import InstallHints, detail, talk, write_columns, write_json, write_line
 from ostinato.errors import OstinatoError
 from ostinato.extras import why_missing
 from ostinato.files.store import DEFAULT
@@ -126,8 +126,11 @@ def _show(report: VerifyReport, facts: dict[str, Any]) -> None:
     for check in report.checks:
         how = "to the bit" if check.comparison == "bits" else f"within {check.figures.get('tolerance', 0):g}"
         rows.append((check.name, check.against, how, _result(check)))
-    rows += [(mode, "", "", f"cannot run here: {reason}") for mode, reason in report.not_run.items()]
+    hints = InstallHints()
+    rows += [(mode, "", "", f"cannot run here: {hints.cell(reason)}") for mode, reason in report.not_run.items()]
     write_columns(rows)
+    for hint in hints.lines:
+        write_line(f"to install {hint}")
     for mode in facts["kept_for_auto"]:
         write_line(f"{mode} is verified for this card, driver, version and family: auto may take it")
     write_line("all agree" if report.passed else "NOT the same: the first difference of each check is above")
