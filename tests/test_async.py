@@ -61,11 +61,11 @@ def test_an_answer_is_that_of_the_synchronous_call(tiny_gguf: Path, tiny_llm: LL
     async def work() -> None:
         async with AsyncLLM(tiny_gguf, device="cpu", context=tiny_llm.context) as llm:
             assert (await llm.generate("the sea", SHORT)).digest == tiny_llm.generate("the sea", SHORT).digest
-            several = await llm.generate(["one", "two"], SHORT)
+            several = await llm.generate(["one", "two"], [SHORT, SHORT])
             assert [one.text for one in several] == [tiny_llm.generate(text, SHORT).text for text in ("one", "two")]
             assert (await llm.chat("hi", SHORT)).text == tiny_llm.chat("hi", SHORT).text
             talks = [[{"role": "user", "content": text}] for text in ("one", "two")]
-            chats = await llm.chat(talks, SHORT)
+            chats = await llm.chat(talks, [SHORT, SHORT])
             assert [one.text for one in chats] == [one.text for one in tiny_llm.chat(talks, SHORT)]
             assert (await last(llm.stream_chat("hi", SHORT))).text == tiny_llm.chat("hi", SHORT).text
             assert await llm.score("the sea") == tiny_llm.score("the sea")

@@ -38,6 +38,17 @@ def test_lists_in_lists_out_in_order(tiny_llm: LLM) -> None:
     assert [a.token_ids for a in together] == [a.token_ids for a in apart]
     nothing: list[str] = []
     assert tiny_llm.generate(nothing, GREEDY) == []
+
+
+def test_each_prompt_of_a_list_may_have_options_of_its_own(tiny_llm: LLM) -> None:
+    samplings = [Sampling(max_tokens=n, temperature=0, ignore_eos=True) for n in (3, 5)]
+    assert [len(a.token_ids) for a in tiny_llm.generate(["one", "two"], samplings)] == [3, 5]
+    assert [len(a.token_ids) for a in tiny_llm.chat(["one", "two"], samplings)] == [3, 5]
+    for call in (lambda: tiny_llm.generate("one", cast(Any, samplings)), lambda: tiny_llm.chat(["one"], samplings)):
+        with pytest.raises(BadOption, match="sampling has 2 items for one prompt; give one Sampling"):
+            call()
+    with pytest.raises(BadOption, match="sampling is 7; it must be a Sampling"):
+        tiny_llm.generate(["one", "two"], cast(Any, [GREEDY, 7]))
     by_ids = tiny_llm.generate([[5, 6], [7, 8]], GREEDY)
     assert [a.prompt_ids for a in by_ids] == [(5, 6), (7, 8)]
     talks = [[{"role": "user", "content": text}] for text in ("one", "two")]

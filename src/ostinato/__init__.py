@@ -72,9 +72,10 @@ _ERRORS = (
 )  # fmt: skip
 _HOMES.update(dict.fromkeys(_ERRORS, "errors"))
 
+# All but Decoder, which needs torch: `from ostinato import *` works without it.
 __all__ = [
-    "LLM", "AsyncLLM", "Batch", "Completion", "DecodeCounts", "DecodeSession", "DecodedToken", "Decoder",
-    "LoadOptions", "Piece", "Sampling", "Score", "Timings", "ToolCall", "__version__", *_ERRORS,
+    "LLM", "AsyncLLM", "Batch", "Completion", "DecodeCounts", "DecodeSession", "DecodedToken", "LoadOptions",
+    "Piece", "Sampling", "Score", "Timings", "ToolCall", "__version__", *_ERRORS,
 ]  # fmt: skip
 
 
@@ -87,4 +88,8 @@ def __getattr__(name: str) -> "Any":
         if name == "Decoder":
             import_module("ostinato.extras").check_extra("torch", "ostinato.Decoder")
         return getattr(import_module(f"ostinato.{_HOMES[name]}"), name)
-    raise AttributeError(f"ostinato has no {name!r}; its names are {', '.join(__all__)}")
+    raise AttributeError(f"ostinato has no {name!r}; its names are {', '.join(sorted(_HOMES))}")
+
+
+def __dir__() -> list[str]:
+    return [*_HOMES, "__version__"]

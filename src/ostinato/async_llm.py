@@ -14,14 +14,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Never, Self, TypeVar, Unpack, overload
 
-from ostinato.calls import check_call, check_chat, is_one_prompt, is_several
+from ostinato.calls import check_call, each_sampling, is_one_prompt, is_several, sampling_words
 from ostinato.engine.answer import Answer, Completion, Piece, TokenLogprob
 from ostinato.engine.request import CLOSED, Request, RequestSpec, Token
 from ostinato.engine.token_queue import TokenDispatcher, TokenQueue
 from ostinato.errors import BadInput, BadOption, QueueFull
 from ostinato.files import store
 from ostinato.files.unpack import Floats
-from ostinato.llm import LLM, CheckedInput, Messages, Prompt, Score
+from ostinato.llm import LLM, CheckedInput, Messages, Prompt, Samplings, Score
 from ostinato.options import LoadOptions, LoadWords, Sampling, Talk, load_options, loads
 from ostinato.text.answer import GenerationInput
 
@@ -131,15 +131,13 @@ class AsyncLLM:
     @overload
     async def generate(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Completion: ...
     @overload
-    async def generate(
-        self, prompt: list[str] | list[list[int]], sampling: Sampling | None = None
-    ) -> list[Completion]: ...
-    async def generate(self, prompt: Any, sampling: Sampling | None = None, **words: Any) -> Any:
+    async def generate(self, prompt: list[str] | list[list[int]], sampling: Samplings = None) -> list[Completion]: ...
+    async def generate(self, prompt: Any, sampling: Samplings = None, **words: Any) -> Any:
         """The answer to a prompt; a list of prompts gives a list, in order. Waits while the queue is full."""
-        check_call("generate(prompt", sampling, words)
         one = is_one_prompt(prompt)
         prompts = [prompt] if one else prompt
-        answers = await self._complete(lambda llm: [llm._continuing(each, sampling) for each in prompts])
+        pairs = list(zip(prompts, each_sampling("generate(prompt", len(prompts), sampling, words), strict=True))
+        answers = await self._complete(lambda llm: [llm._continuing(*each) for each in pairs])
         return answers[0] if one else answers
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, **words: Never) -> AsyncGenerator[Piece, None]:
@@ -153,22 +151,23 @@ class AsyncLLM:
     async def chat(
         self,
         messages: list[str] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling: Sampling | None = None,
+        sampling: Samplings = None,
         **words: Any,
     ) -> list[Completion]: ...
-    async def chat(self, messages: Any, sampling: Sampling | None = None, **words: Any) -> Any:
+    async def chat(self, messages: Any, sampling: Samplings = None, **words: Any) -> Any:
         """The answer to a conversation; a list of conversations gives a list. Waits while the queue is full."""
-        check_chat("chat(messages", sampling, words)
         several = is_several(messages)
         talks = messages if several else [messages]
-        answers = await self._complete(lambda llm: [llm._answering(each, sampling, words) for each in talks])
+        samplings = each_sampling("chat(messages", len(talks), sampling, sampling_words(words))
+        pairs = list(zip(talks, samplings, strict=True))
+        answers = await self._complete(lambda llm: [llm._answering(*each, words) for each in pairs])
         return answers if several else answers[0]
 
     def stream_chat(
         self, messages: Messages, sampling: Sampling | None = None, **words: Any
     ) -> AsyncGenerator[Piece, None]:
         """Like `stream`, for a conversation; `tools`, `tool_choice` and other words as for `LLM.chat`."""
-        check_chat("stream_chat(messages", sampling, words)
+        check_call("stream_chat(messages", sampling, sampling_words(words))
         return self._stream(lambda llm: llm._answering(messages, sampling, words))
 
     # What the model computes: a cancelled caller does not wait for it, and what has begun runs to its end

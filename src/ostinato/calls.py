@@ -30,10 +30,23 @@ def check_call(call: str, sampling: object, words: Mapping[str, Any]) -> None:
         raise BadOption(f"sampling is {sampling!r}; it must be a Sampling, as in {call}, Sampling(max_tokens=64))")
 
 
-def check_chat(call: str, sampling: object, template_options: Mapping[str, Any]) -> None:
-    """The same for a chat, whose other words go to the template."""
+def sampling_words(words: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a chat's words that are options of a request; the others go to the template."""
     meant = SAMPLING_NAMES | OLD_NAMES.keys() | OTHER_ENGINES.keys()
-    check_call(call, sampling, {word: value for word, value in template_options.items() if word in meant})
+    return {word: value for word, value in words.items() if word in meant}
+
+
+def each_sampling(call: str, n: int, sampling: object, words: Mapping[str, Any]) -> list[Sampling | None]:
+    """Check as `check_call` does; the options of each of `n` prompts: of a list its own, else the same for all."""
+    if not isinstance(sampling, list | tuple):
+        check_call(call, sampling, words)
+        return [sampling] * n  # type: ignore[list-item]  # it was checked
+    if len(sampling) != n:
+        prompts = "one prompt" if n == 1 else f"{n} prompts"
+        raise BadOption(f"sampling has {len(sampling)} items for {prompts}; give one Sampling, or one for each prompt")
+    for one in sampling:
+        check_call(call, one, words)
+    return list(sampling)
 
 
 def check_template_words(template: ChatTemplate, words: Mapping[str, Any], *, tools: bool) -> None:

@@ -24,13 +24,14 @@ from ostinato.backends.base import Settled
 from ostinato.cache import state_bytes
 from ostinato.calls import (
     check_call,
-    check_chat,
     check_path,
     check_template_words,
+    each_sampling,
     is_one_prompt,
     is_one_text,
     is_several,
     listed,
+    sampling_words,
     whole_ids,
 )
 from ostinato.engine.answer import Answer, Origin, TokenLogprob
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
 Prompt: TypeAlias = str | Sequence[int]
 # A conversation: its messages, one message alone, or a text that is one message of the user.
 Messages: TypeAlias = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+Samplings: TypeAlias = Sampling | Sequence[Sampling] | None  # for all prompts of a call, or one for each
 CheckedInput: TypeAlias = tuple[RequestSpec, GenerationInput]  # what the engine runs, and what its text is made by
 
 
@@ -317,8 +319,8 @@ class LLM:
     @overload
     def generate(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Completion: ...
     @overload
-    def generate(self, prompt: list[str] | list[list[int]], sampling: Sampling | None = None) -> list[Completion]: ...
-    def generate(self, prompt: Any, sampling: Sampling | None = None, **words: Any) -> Any:
+    def generate(self, prompt: list[str] | list[list[int]], sampling: Samplings = None) -> list[Completion]: ...
+    def generate(self, prompt: Any, sampling: Samplings = None, **words: Any) -> Any:
         """Continue a prompt; no chat template is applied.
 
         >>> llm.generate(["one", "two"], Sampling(max_tokens=8))                       # doctest: +SKIP
@@ -326,7 +328,7 @@ class LLM:
         Args:
             prompt: a text, its token ids, or a list of either. Prompts of a list run together, as many at a time as
                 there are slots.
-            sampling: how tokens are sampled; the default is the model's own.
+            sampling: how tokens are sampled; the default is the model's own. A list has one for each prompt.
 
         Returns:
             A `Completion`, or a list of them in the order of the prompts.
@@ -335,10 +337,11 @@ class LLM:
             PromptTooLong: a prompt does not fit the context. All prompts are checked before the first runs.
             BadInput: a prompt is empty or holds what is no token id.
         """
-        check_call("generate(prompt", sampling, words)
-        if is_one_prompt(prompt):
-            return self._complete([self._continuing(prompt, sampling)])[0]
-        return self._complete([self._continuing(one, sampling) for one in prompt])
+        one = is_one_prompt(prompt)
+        prompts = [prompt] if one else prompt
+        samplings = each_sampling("generate(prompt", len(prompts), sampling, words)
+        answers = self._complete([self._continuing(*each) for each in zip(prompts, samplings, strict=True)])
+        return answers[0] if one else answers
 
     def stream(
         self, prompt: Prompt, sampling: Sampling | None = None, *, reuse: bool = False, **words: Never
@@ -369,10 +372,10 @@ class LLM:
     def chat(
         self,
         messages: list[str] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling: Sampling | None = None,
+        sampling: Samplings = None,
         **words: Any,
     ) -> list[Completion]: ...
-    def chat(self, messages: Any, sampling: Sampling | None = None, **words: Any) -> Any:
+    def chat(self, messages: Any, sampling: Samplings = None, **words: Any) -> Any:
         """Answer a conversation, rendered by the model's chat template.
 
         >>> llm.chat([{"role": "user", "content": "hi"}], Sampling(max_tokens=8)).text  # doctest: +SKIP
@@ -380,8 +383,8 @@ class LLM:
         Args:
             messages: a conversation, or a list of conversations, which run together. A conversation is a list of
                 messages (mappings with `role` and `content`), one message, or a text, which is one message of the user.
-            sampling: how tokens are sampled; the default is the model's own. A schema or a grammar is for the answer;
-                reasoning before it is free.
+            sampling: how tokens are sampled; the default is the model's own. A list has one for each conversation. A
+                schema or a grammar is for the answer; reasoning before it is free.
             tools: functions that the model may call, in OpenAI's form: a list of
                 `{"type": "function", "function": {"name": ..., "description": ..., "parameters": schema}}`.
             tool_choice: `auto`, the default, leaves the call to the model; `none`, `required`, or
@@ -400,10 +403,11 @@ class LLM:
             BadTemplate: the template refuses the conversation, or takes too long.
             PromptTooLong: the rendered conversation does not fit the context.
         """
-        check_chat("chat(messages", sampling, words)
-        if is_several(messages):
-            return self._complete([self._answering(one, sampling, words) for one in messages])
-        return self._complete([self._answering(messages, sampling, words)])[0]
+        several = is_several(messages)
+        talks = messages if several else [messages]
+        samplings = each_sampling("chat(messages", len(talks), sampling, sampling_words(words))
+        answers = self._complete([self._answering(*each, words) for each in zip(talks, samplings, strict=True)])
+        return answers if several else answers[0]
 
     def stream_chat(
         self, messages: Messages, sampling: Sampling | None = None, *, reuse: bool = False, **words: Any
@@ -423,7 +427,7 @@ class LLM:
             Pieces, as from `stream`, each with a part of the answer or of the reasoning; tool calls are in the
             `Completion` of the last. It raises what `chat` and `stream` raise.
         """
-        check_chat("stream_chat(messages", sampling, words)
+        check_call("stream_chat(messages", sampling, sampling_words(words))
         return self._stream(self._answering(messages, sampling, words), reuse=reuse)
 
     def chat_text(self, messages: Messages, **words: Any) -> str:
