@@ -42,11 +42,23 @@ _CHECKED: Final = (
 FLAGS: Final = ("-Og", *_CHECKED)
 MACHINE_FLAGS: Final = ("-O2", *_CHECKED)  # compiled once
 # Every access is told to the machine (races_cpu.h), which is there in place of the sanitizer's own library.
-WATCHED_FLAGS: Final = (*FLAGS, "-fsanitize=thread", "-DWATCH_RACES=1", "-nodefaultlibs")
+WATCHED_FLAGS: Final = (*FLAGS, "-fsanitize=thread", "-Wno-tsan", "-DWATCH_RACES=1", "-nodefaultlibs")
 
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 _INCLUDE: Final = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
-_ENDS: Final = {1: "deadlock", 2: "took too long", 3: "misused the machine", 4: "threads race"}
+_RACE: Final = re.compile(r"code \+(0x[0-9a-f]+)\), then thread \d+ \(code \+(0x[0-9a-f]+)")
+_RACED: Final = 4
+# Functions whose accesses may be in no order, since what is read is not used. Attention loads a whole tile of keys and
+# values before the row's own arrive, which another block may be storing there, and takes the row's own in their place;
+# a lane that has no id reads the first logit and drops it.
+_UNUSED: Final = (
+    ("load_kept", "lay_line"),
+    ("load_kept", "keep_quantised"),
+    ("load_fresh(unsigned short const*", "keep_quantised"),  # a scale
+    ("for_own_ids", "store_output"),
+    ("for_own_ids<warp_weight", "own_part"),
+)
+_ENDS: Final = {1: "deadlock", 2: "took too long", 3: "misused the machine", _RACED: "threads race"}
 
 
 class DidNotEnd(Exception):
@@ -127,17 +139,30 @@ class Program:
         ended = function(ctypes.byref(argument), n_blocks, shared_bytes, ctypes.c_uint64(seed))
         if ended != 0:
             report = _machine().emulator_report().decode("utf-8", "replace")
+            if ended == _RACED and all(map(self._reads_unused, report.strip().split("\n"))):
+                return
             raise DidNotEnd(f"{kernel}, seed {seed}: {_ENDS.get(ended, ended)}: {self._with_lines(report)}")
 
+    def _reads_unused(self, race: str) -> bool:
+        found = _RACE.search(race)
+        assert found is not None, race
+        one, two = ("\n".join(_lines_of(self.library._name, code)) for code in found.groups())
+        return any((a in one and b in two) or (b in one and a in two) for a, b in _UNUSED)
+
     def _with_lines(self, report: str) -> str:
-        """Code that faulted, by file and line, where there is a tool that knows."""
-        tool = shutil.which("addr2line")
-        told = [report]
-        for code in dict.fromkeys(re.findall(r"code \+(0x[0-9a-f]+)", report) if tool else ()):
-            asked = [str(tool), "-e", self.library._name, "-i", "-f", "-C", "-s", code]
-            lines = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split("\n")
-            told += [f"  {code} in {name} ({place})" for name, place in zip(lines[::2], lines[1::2], strict=False)]
-        return "\n".join(told)
+        """Code that faulted or raced, by file and line, where there is a tool that knows."""
+        codes = dict.fromkeys(re.findall(r"code \+(0x[0-9a-f]+)", report))
+        return "\n".join([report, *(line for code in codes for line in _lines_of(self.library._name, code))])
+
+
+@cache
+def _lines_of(library: str, code: str) -> tuple[str, ...]:
+    tool = shutil.which("addr2line")
+    if tool is None:
+        return ()
+    asked = [tool, "-e", library, "-i", "-f", "-C", "-s", code]
+    lines = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split("\n")
+    return tuple(f"  {code} in {name} ({place})" for name, place in zip(lines[::2], lines[1::2], strict=False))
 
 
 def compiled(
@@ -150,7 +175,9 @@ def compiled(
     """
     if "shape.h" not in headers:
         headers = {**headers, "shape.h": constants()}
-    return _compiled(source, name, tuple(sorted(headers_of(source, headers).items())), WATCHED_FLAGS if watched else FLAGS)
+    return _compiled(
+        source, name, tuple(sorted(headers_of(source, headers).items())), WATCHED_FLAGS if watched else FLAGS
+    )
 
 
 @cache

@@ -101,7 +101,9 @@ class EmulatedLoop(TorchRunner):
         capability: Capability = (9, 0),
         deadline_ns: int | None = None,
         outbox_entries: int | None = None,
+        watched: bool = False,
     ) -> None:
+        self._watched = watched
         self._on_card, self._seed, self._n_compute_warps = model, seed, n_compute_warps
         self._chip, self._deadline_ns = Chip(capability, n_blocks, SHARED_BYTES[capability]), deadline_ns
         super().__init__(widened(model), settled, outbox_entries=outbox_entries)
@@ -124,7 +126,7 @@ class EmulatedLoop(TorchRunner):
         headers = tape_headers(self.step.header, self._shared.layout, self.page_tokens)
         if self._deadline_ns is not None:
             headers["shape.h"] += f"#undef DEADLINE_NS\n#define DEADLINE_NS {self._deadline_ns}LL\n"
-        program = compiled(tape_source(), "tape.cpp", headers=headers)
+        program = compiled(tape_source(), "tape.cpp", headers=headers, watched=self._watched)
         prefill = TorchChunks(self.model, self._kept, self._shared, self.n_tokens)
         return plan, EmulatedTape(plan, self.step, program, self.guard, self._seed), prefill
 

@@ -687,6 +687,7 @@ int run(
     for (int i = e.n_pending - 1; i >= 0; --i) arrive(e, i);
     for (Block& b : e.blocks) b.shared.free();
     for (Fiber& f : e.fibers) stacks.kept.push_back(f.memory);
+    if (e.races) e.races->settle_doubts();
     if (e.races && !e.races->told.empty()) {
         e.ended = RACED;
         for (const std::string& race : e.races->told) e.report += race + "\n";

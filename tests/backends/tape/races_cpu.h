@@ -4,7 +4,8 @@
 // defined here, and the library of that sanitizer is not linked, since its threads are the system's. What orders
 // accesses is what PTX says: syncs of a warp, of compute warps and of a block, gates, and a release that is acquired.
 // Shuffles, votes and products of a warp order nothing, and neither do tags of hand-offs. Accesses to one place by two
-// threads race unless they are ordered, both read, or both are strong (relaxed loads and stores, atomic additions).
+// threads race unless they are ordered, both read, or both are strong (relaxed loads and stores, atomic additions). Two
+// that write the same value are let pass: whoever is ordered behind both reads it.
 //
 // Each place remembers its last write and its last few readers, so a race with an older reader may be missed; another
 // seed sees it. Accesses of single bytes are not watched.
@@ -22,7 +23,7 @@ namespace emulator {
 #define GRANULE 2        // bytes that are watched together
 #define READERS 4        // that a place remembers
 #define PAGE_GRANULES 2048
-#define MOST_RACES 12    // that are told
+#define MOST_RACES 64    // that are told
 
 typedef std::vector<u32> Clock;
 typedef std::shared_ptr<const Clock> SharedClock;
@@ -52,6 +53,12 @@ struct Races {
     Granule* last = nullptr;
     std::set<std::pair<int, int>> known;             // pairs of code that are in `told` already
     std::vector<std::string> told;
+    struct Doubt {
+        Access before, now;
+        u64 address;
+        unsigned short was;
+    };
+    std::vector<Doubt> doubts;  // second writes that are about to be made: of what, is known at the next access
     u32 turn = 0;
     const char* library;  // where it begins
 
@@ -117,7 +124,9 @@ struct Races {
         return before.fiber == ~0u || (int)before.fiber == fiber || (*times[fiber].known)[before.fiber] >= before.time;
     }
     void check(const Access& before, const Access& now, const char* what, u64 address) {
-        if (ordered(before, (int)now.fiber) || (before.strong && now.strong)) return;
+        if (!ordered(before, (int)now.fiber) && !(before.strong && now.strong)) tell(before, now, what, address);
+    }
+    void tell(const Access& before, const Access& now, const char* what, u64 address) {
         if (!known.insert({before.code, now.code}).second || told.size() >= MOST_RACES) return;
         char text[200];
         snprintf(
@@ -127,13 +136,28 @@ struct Races {
         told.push_back(text);
     }
 
+    void settle_doubts() {
+        for (const Doubt& one : doubts) {
+            unsigned short is;
+            memcpy(&is, (const void*)one.address, GRANULE);
+            if (is != one.was) tell(one.before, one.now, "written twice", one.address);
+        }
+        doubts.clear();
+    }
+
     void access(int fiber, const void* place, size_t bytes, bool writes, bool strong, int code) {
+        settle_doubts();
         if (bytes < GRANULE) return;
         const Access now{(u32)fiber, times[fiber].own, code, strong};
         for (u64 address = (u64)place; address < (u64)place + bytes; address += GRANULE) {
             Granule& g = granule(address);
-            check(g.write, now, writes ? "written twice" : "written, then read", address);
+            if (!writes) check(g.write, now, "written, then read", address);
             if (writes) {
+                if (!ordered(g.write, fiber) && !(g.write.strong && strong)) {
+                    Doubt made{g.write, now, address, 0};
+                    memcpy(&made.was, (const void*)address, GRANULE);
+                    doubts.push_back(made);
+                }
                 for (Access& read : g.reads) {
                     check(read, now, "read, then written", address);
                     read = Access{};

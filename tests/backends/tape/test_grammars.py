@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -37,10 +37,10 @@ def constrain(asked: Sampling) -> Constraint | None:
 
 
 @contextmanager
-def tape_engine(*, by_host: bool = False) -> Iterator[Engine]:
+def tape_engine(*, by_host: bool = False, watched: bool = False) -> Iterator[Engine]:
     """`by_host`: its loop has no memory for grammars."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ostinato.engine.engine.open_runner", EmulatedLoop)
+        patch.setattr("ostinato.engine.engine.open_runner", partial(EmulatedLoop, watched=watched))
         if by_host:
             patch.setattr("ostinato.engine.choose.GRAMMAR_BYTES", 0)
         model = small(LLAMA)
@@ -70,7 +70,7 @@ def test_the_kernel_chooses_what_the_hosts_masks_would_make_it_choose() -> None:
 
 def test_rows_with_grammars_and_without_decode_together_as_alone() -> None:
     samplings = [asked_of("object", 1), sampling(max_tokens=20), asked_of("recursion", 3), asked_of("counted", 5)]
-    with tape_engine() as engine:
+    with tape_engine(watched=True) as engine:
         alone = [bits(engine.submit(prompt(seed, 9), one)) for seed, one in enumerate(samplings)]
         together = [engine.submit(prompt(seed, 9), one) for seed, one in enumerate(samplings)]
         assert [bits(request) for request in together] == alone
