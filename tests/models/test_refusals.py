@@ -398,6 +398,8 @@ def test_a_config_that_cannot_be_is_refused(key: str, value: Any, tmp_path: Path
         ("cohere2", {"logit_scale": -1}, "logit_scale"),
         ("mistral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1, "rope_theta": 1e6}}, "original_max_position"),
         ("gemma3-vision", {"text_config": "plain"}, "text_config"),
+        ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling says rope_type 'yarn'"),
+        ("qwen3", {"rope_scaling": {"factor": 4.0}}, "factor 4.0 and rope_parameters None"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scaled by the number of the layer"),

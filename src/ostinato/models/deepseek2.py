@@ -119,7 +119,7 @@ def shape_from_config(c: Description) -> Shape:
 
 def _mscale(c: Fields) -> float:
     """What yarn adds to the scores of a head as a whole."""
-    settings = c.inside("rope_parameters") if c.has("rope_parameters") else c.inside("rope_scaling")
+    settings = ropes.settings_of(c)
     share = settings.number("mscale_all_dim", 0.0)
     return ropes.yarn_amplitude(settings.positive("factor", 1.0), share) if share else 1.0
 

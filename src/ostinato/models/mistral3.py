@@ -25,7 +25,7 @@ def shape_from_gguf(f: Description) -> Shape:
 
 
 def shape_from_config(c: Description) -> Shape:
-    rope = c.inside("rope_parameters") if c.has("rope_parameters") else c.inside("rope_scaling")
+    rope = ropes.settings_of(c)
     if not rope.has("llama_4_scaling_beta"):
         return common_from_config(c)
     span = rope.integer("original_max_position_embeddings")

@@ -63,9 +63,25 @@ def frequencies_of(rope: Rope, n_sets: int = 1) -> Floats:
     return np.stack([plain if each is None else plain / np.array(each, np.float32) for each in sets[:n_sets]])
 
 
+def settings_of(c: Fields) -> Fields:
+    """What config.json states of its rope: rope_parameters, or rope_scaling in older files. Where both are there,
+    rope_parameters must repeat rope_scaling: one that was added for a longer context would otherwise be passed over."""
+    new, old = c.inside("rope_parameters"), c.inside("rope_scaling")
+    if not new.values:
+        return old
+    for key, value in old.values.items():
+        stated = new.values.get("rope_type" if key == "type" else key)
+        if stated != value:
+            raise BadFile(
+                f"{c.path}: rope_scaling says {key} {value!r} and rope_parameters {stated!r}; state the rope in "
+                "rope_parameters alone"
+            )
+    return new
+
+
 def with_sections(rope: Rope, f: Fields) -> Rope:
     """The rope with the sections that a file states: config.json in its rope, GGUF with a fourth that is not used."""
-    settings = f.inside("rope_parameters") if f.has("rope_parameters") else f.inside("rope_scaling")
+    settings = settings_of(f)
     stated = settings.counts("mrope_section") or f.counts("rope.dimension_sections")
     if stated and (len(stated) not in (3, 4) or any(stated[3:])):
         raise BadFile(f"{f.path}: rotary positions have sections {list(stated)}; known: time, height and width")
@@ -143,7 +159,7 @@ def from_config(
 ) -> Rope:
     """The rope that config.json states; `kind` picks one layer type where the file keeps a rope for each. Of a head,
     `rotary_share` is rotated where the file does not say."""
-    settings = c.inside("rope_parameters") if c.has("rope_parameters") else c.inside("rope_scaling")
+    settings = settings_of(c)
     if kind is not None and settings.has(kind):
         settings = settings.inside(kind)
     base = settings.positive("rope_theta", c.positive("rope_theta", default_base))
