@@ -56,10 +56,14 @@ def test_json_is_one_object_with_every_check(ostinato: RunCli, tiny: Path) -> No
     assert found["not_run"] == {}  # graphs and the persistent kernel are not a CPU's
 
 
-def test_one_mode_alone_can_be_asked_for(ostinato: RunCli, tiny: Path) -> None:
+def test_a_mode_of_another_device_is_refused(ostinato: RunCli, tiny: Path) -> None:
     ran = ostinato("verify", "--model", tiny, "--device", "cpu", "--mode", "persistent")
     assert ran.code == 4
     assert "mode 'persistent' cannot run here: the persistent kernel is CUDA's" in ran.err
+
+
+@pytest.mark.slow
+def test_one_mode_alone_can_be_asked_for(ostinato: RunCli, tiny: Path) -> None:
     found = json.loads(ostinato("verify", "--model", tiny, "--device", "cpu", "--mode", "loop", "--json").out)
     assert found["not_run"] == {}
 

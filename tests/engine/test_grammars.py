@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -70,28 +70,34 @@ def constrain(wanted: Sampling) -> Constraint | None:
 @contextmanager
 def grammar_engine(*, by_host: bool = False, **words: Any) -> Iterator[Engine]:
     """An engine over those tokens. `by_host`: its loop has no memory for grammars."""
-    with pytest.MonkeyPatch.context() as patch:
-        if by_host:
-            patch.setattr("ostinato.engine.choose.GRAMMAR_BYTES", 0)
-        with open_engine(constrain=constrain, eog_ids=(END, OTHER_END), **words) as engine:
-            yield engine
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            if by_host:
+                patch.setattr("ostinato.engine.choose.GRAMMAR_BYTES", 0)
+            opened = stack.enter_context(open_engine(constrain=constrain, eog_ids=(END, OTHER_END), **words))
+        yield opened
 
 
 def wanted(name: str, **words: Any) -> Sampling:
     return sampling(**{"ignore_eos": False, "max_tokens": 60, **RULES[name], **words})
 
 
-@pytest.mark.parametrize("mode", ["loop", "eager"])
+@pytest.fixture(scope="module", params=["loop", "eager"])
+def both(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
+    """An engine whose loop follows grammars, and one that waits for the host's masks."""
+    with grammar_engine(mode=request.param) as by_loop, grammar_engine(mode=request.param, by_host=True) as by_host:
+        yield by_loop, by_host
+
+
 @pytest.mark.parametrize("name", RULES)
-def test_the_loop_chooses_what_the_hosts_masks_would_make_it_choose(name: str, mode: str) -> None:
+def test_the_loop_chooses_what_the_hosts_masks_would_make_it_choose(name: str, both: tuple[Engine, Engine]) -> None:
     ways = [wanted(name), wanted(name, temperature=1.0, seed=5), wanted(name, temperature=0.8, top_p=0.9, seed=6)]
-    with grammar_engine(mode=mode) as engine, grammar_engine(mode=mode, by_host=True) as other:
-        for seed, one in enumerate(ways):
-            by_loop, by_host = engine.submit(prompt(seed, 9), one), other.submit(prompt(seed, 9), one)
-            assert bits(by_loop) == bits(by_host)
-            assert by_loop.finish_reason == by_host.finish_reason
-            assert (by_loop.mask_s, by_host.grammar) == (0, "host")
-            assert by_loop.grammar in ("device", "device+stack")
+    for seed, one in enumerate(ways):
+        by_loop, by_host = (engine.submit(prompt(seed, 9), one) for engine in both)
+        assert bits(by_loop) == bits(by_host)
+        assert by_loop.finish_reason == by_host.finish_reason
+        assert (by_loop.mask_s, by_host.grammar) == (0, "host")
+        assert by_loop.grammar in ("device", "device+stack")
 
 
 def test_a_flat_grammar_needs_no_stack_and_a_nested_one_does() -> None:

@@ -93,15 +93,15 @@ def test_a_request_decodes_the_same_in_any_slot_and_among_any_neighbours() -> No
 
 def test_a_request_is_admitted_at_a_step_boundary_while_the_loop_runs() -> None:
     model = random_model("kv")
-    driver = open_loop(model=model, context=1024, n_pages=80)
-    first = driver.admit(0, [1, 2, 3], most=1000)
+    driver = open_loop(model=model, context=8192, n_pages=520)
+    first = driver.admit(0, [1, 2, 3], most=4000)
     driver.runner.decode_mode.enter()
     driver.runner.decode_mode.trigger()
     second = driver.admit(1, [9, 8, 7], most=5)
     driver.wait()
     driver.runner.close()
     assert driver.runner.decode_mode.n_triggers == 1
-    assert len(driver.tokens(first)) == 1000
+    assert len(driver.tokens(first)) == 4000
     assert driver.tokens(second) == alone([9, 8, 7], model=model, most=5)
 
 

@@ -652,6 +652,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_is_refused_or_compiled_in_bounded_time(name: str) -> None:
     began = time.process_time()

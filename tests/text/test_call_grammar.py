@@ -340,6 +340,7 @@ def test_a_schema_that_cannot_be_written_leaves_any_arguments(name: FormatName) 
     assert calls_in(how, LOOSE[name], random.Random(0)) == ("", [("3d", {"a": [1, 1]})])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_function_too_large_for_the_compiler_leaves_any_arguments(name: FormatName) -> None:
     many = {f"{'long' * 20}{number}": {"enum": [f"{'e' * 50}{i}" for i in range(40)]} for number in range(400)}
@@ -381,7 +382,7 @@ def test_what_the_grammar_allows_is_read_and_validates(name: FormatName, paralle
     masks, rng = masks_of(name, special, parallel), random.Random(7)
     seen: list[str] = []
     several = without = 0
-    for number in range(soak(600, part=20)):
+    for number in range(soak(600, part=40)):
         answer = walked(words, masks, rng, BEGINNINGS[name] if number % 2 else "")
         if answer is None:
             continue

@@ -186,6 +186,7 @@ DEEP = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", DEEP)
 def test_an_answer_that_goes_as_deep_as_it_may_can_end(name: str) -> None:
     rule, opening = DEEP[name]
