@@ -239,6 +239,22 @@ def test_an_output_that_is_full_is_told() -> None:
     assert ran.stderr == "error: cannot write to standard output: No space left on device\n"
 
 
+@pytest.mark.parametrize("arguments", ["--version", "models", "--help"])
+def test_a_closed_output_is_told(arguments: str, home: Path) -> None:
+    shell = f"{sys.executable} -m ostinato {arguments} >&-"
+    ran = subprocess.run(shell, shell=True, stderr=subprocess.PIPE, text=True)
+    assert (ran.returncode, ran.stderr) == (2, "error: cannot write to standard output: it is closed\n")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("run", "--help")])
+def test_help_may_be_read_in_part(arguments: tuple[str, ...]) -> None:
+    with start(arguments) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        program.stdout.close()
+        assert (program.wait(30), program.stderr.read()) == (0, b"")
+
+
 @pytest.mark.slow
 def test_a_terminal_without_utf8_gets_question_marks_and_json_gets_escapes(vocabulary: Path) -> None:
     command = [sys.executable, "-m", "ostinato", "tokenize", "--model", str(vocabulary), "é"]

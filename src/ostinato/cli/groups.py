@@ -5,14 +5,16 @@ Typer itself writes the Python type there: `<bool>`, `<int range>`, `<str>`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-from ostinato.cli.output import set_verbose, write_line
+from ostinato.cli.output import ReaderGone, set_verbose, write_line, writing
 
 Verbose = Annotated[
     bool, typer.Option("--verbose", help="Say more; show the traceback of an error of ours.", callback=set_verbose)
@@ -82,10 +84,30 @@ class _Verb(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return _in_our_words(super().get_params(ctx))
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        with _help_of(self):
+            super().format_help(ctx, formatter)
+
 
 class _Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         return _in_our_words(super().get_params(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        with _help_of(self):
+            super().format_help(ctx, formatter)
+
+
+@contextmanager
+def _help_of(command: Any) -> Iterator[None]:
+    """Rich writes a command's help: each paragraph fills its lines, and a reader may leave before the end."""
+    paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
+    command.help = "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
+    try:
+        with writing():
+            yield
+    except SystemExit:  # rich ends the program where the reader of its output has left
+        raise ReaderGone from None
 
 
 def _in_our_words(parameters: list[Any]) -> list[Any]:

@@ -5,11 +5,13 @@ Every verb writes through here. Nothing here decides what is written.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from ostinato.errors import BadInput, OstinatoError, PromptTooLong
@@ -43,10 +45,12 @@ def is_verbose() -> bool:
 
 
 def prepare() -> None:
-    """Keep unencodable characters (written as `?`), closed outputs and lost messages from stopping the program."""
+    """Keep unencodable characters (written as `?`) and lost messages from stopping the program. A standard output that
+    is closed refuses the first write, as one that is full does."""
     keep_stderr()
     if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  open as long as we run
+        nowhere = os.open(os.devnull, os.O_RDONLY)  # also keeps a model's file from becoming descriptor 1
+        sys.stdout = open(nowhere, "w", encoding="utf-8")  # noqa: SIM115  open as long as we run
     elif isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
@@ -72,14 +76,22 @@ def detail(text: str) -> None:
 
 def write(text: str) -> None:
     """Data, unchanged and at once; no markup, no wrapping."""
-    try:
+    with writing():
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """What standard output refuses becomes ReaderGone or BadInput."""
+    try:
+        yield
     except BrokenPipeError:
         raise ReaderGone from None
     except OSError as error:
         drop_output()
-        raise BadInput(f"cannot write to standard output: {error.strerror or error}") from error
+        why = "it is closed" if error.errno == errno.EBADF else error.strerror or error
+        raise BadInput(f"cannot write to standard output: {why}") from error
 
 
 class AnswerWriter:
