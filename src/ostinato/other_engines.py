@@ -120,7 +120,7 @@ _OF_PROGRAMS: Final = {
     "-cnv": "`ostinato chat` talks in the terminal",
 }
 
-# Verbs of Ollama and llama.cpp.
+# Verbs of Ollama and llama.cpp, and others that users try.
 OTHER_VERBS: Final[Mapping[str, str]] = MappingProxyType(
     dict.fromkeys(("list", "ls"), "`ostinato models` lists the models")
     | dict.fromkeys(("ps", "stop"), "a server's /slots shows its requests, and Ctrl-C or SIGTERM stops it")
@@ -129,7 +129,9 @@ OTHER_VERBS: Final[Mapping[str, str]] = MappingProxyType(
     | dict.fromkeys(("quantize", "create", "convert"), _QUANTISED)
     | dict.fromkeys(("server", "start"), "`ostinato serve` serves a model")
     | dict.fromkeys(("delete", "remove"), "`ostinato rm` removes a model")
-    | {"download": "`ostinato pull` fetches a model", "perplexity": "`ostinato score` computes it"}
+    | dict.fromkeys(("download", "fetch"), "`ostinato pull` fetches a model")
+    | dict.fromkeys(("rank", "rerank"), "`ostinato embed --pooling rank` prints a ranking model's scores")
+    | {"perplexity": "`ostinato score` computes it", "version": "`ostinato --version` prints it"}
 )
 
 

@@ -40,6 +40,19 @@ def test_each_line_says_its_request_and_blank_lines_say_nothing(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/dev/null", "/dev/null holds no request"),
+        ("/dev", "/dev is not a regular file"),
+        ("/there/is/none", "/there/is/none: there is no such file"),
+    ],
+)
+def test_a_path_without_requests_is_refused(path: str, why: str) -> None:
+    with pytest.raises(BadInput, match=why):
+        Requests(Path(path))
+
+
+@pytest.mark.parametrize(
     ("content", "code"),
     [
         ("{", "invalid_json_line"),

@@ -52,7 +52,7 @@ def run(
     """
     if raw and system is not None:
         raise BadOption("--system needs the chat template, and --raw leaves it out; give one of them")
-    text = _prompt(prompt, file)
+    text = _prompt(prompt, file, raw)
     check_file(state)
     with opened(model, load, chats=not raw) as llm:
         conversation = Conversation.at(state, llm, raw)
@@ -66,13 +66,15 @@ def run(
             conversation.save(llm, completion)
 
 
-def _prompt(argument: str | None, file: Path | None) -> str:
+def _prompt(argument: str | None, file: Path | None, raw: bool) -> str:
     """The argument, the file, or both with a blank line between."""
     first = None if argument is None else read_text(argument, None, "the prompt")
     rest = None if first is not None and file is None else without_last_newline(read_text(None, file, "the prompt"))
     text = "\n\n".join(part for part in (first, rest) if part)
     if not text:
         raise BadInput("the prompt is empty; give some text to go on from")
+    if not raw and not text.strip():
+        raise BadInput("the prompt is blank; give some text to go on from, or --raw to go on from blanks")
     if first and is_model(first):
         talk(f"note: {first} is a model, and taken as the prompt here; --model {first} runs it")
     if first is not None and file is None and holds_unread_text():

@@ -17,6 +17,7 @@ from ostinato.other_engines import OTHER_VERBS, answer_flag
 _OPTION: Final = re.compile(r"--?[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 _TEXTS: Final = ("prompt", "text", "texts")  # what verbs call the text that they take as an argument
 _CLOSE: Final = 0.8
+_CLOSE_VERB: Final = 0.6
 
 
 def answer_to(error: Any, arguments: Sequence[str], program: Any) -> str:
@@ -26,11 +27,29 @@ def answer_to(error: Any, arguments: Sequence[str], program: Any) -> str:
         return message
     if hasattr(error, "possibilities"):
         return _no_such_option(error.option_name, context, arguments, program)
-    if (verb := re.match(r"No such command '(.+?)'", message)) and verb[1] in OTHER_VERBS:
-        return f"no such verb {verb[1]}: {OTHER_VERBS[verb[1]]}"
+    for word in arguments:
+        if message.startswith(f"No such command {word!r}"):
+            return _no_such_verb(word, context, program)
     if extra := re.match(r"Got unexpected extra argument\S* \((.*)\)$", message, re.DOTALL):
         return _too_many(extra[1], context) or message
     return message
+
+
+def _no_such_verb(word: str, context: Any, program: Any) -> str:
+    path = context.command_path
+    own = {name: f"did you mean `{path} {name}`?" for name in context.command.commands}
+    others = dict(OTHER_VERBS) if context.parent is None else {}
+    paths = [name for name, _ in _verbs(program) if " " in name and context.parent is None]
+    below = {name.split()[-1]: f"it is `{path} {name}`" for name in reversed(paths)}  # of two, the first
+    answers = {**below, **others, **own}
+    if word in answers:
+        return f"no such command {word}: {answers[word]}"
+    if is_model(word):
+        return f'{word} is a model, and a command comes before it: `ostinato run --model {word} "a prompt"`'
+    if " " in word:
+        return f'a command comes before a text: `ostinato run "{word}"`'
+    near = get_close_matches(word, answers, n=1, cutoff=_CLOSE_VERB)
+    return f"no such command {word}" + (f": {answers[near[0]]}" if near else "")
 
 
 def _no_such_option(begins: str, context: Any, arguments: Sequence[str], program: Any) -> str:

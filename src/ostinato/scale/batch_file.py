@@ -64,8 +64,10 @@ class Requests:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            if not path.is_file():
+            if not path.exists():
                 raise BadInput(f"{path}: there is no such file of requests")
+            if not path.is_file() and str(path) != os.devnull:
+                raise BadInput(f"{path} is not a regular file; requests are read twice, so write them to one")
             with path.open("rb") as file:
                 self.lines = list(scan(file))
         except OSError as error:
