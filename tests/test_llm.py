@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import pickle
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -776,3 +777,23 @@ def test_tools_do_not_go_with_a_regex_and_a_list_of_conversations_has_them_all(c
     few = Sampling(max_tokens=100)
     both = calling.chat(["here?", "there?"], few, tools=[LOOK], tool_choice=NAMED)
     assert [[call.name for call in answer.tool_calls] for answer in both] == [["look"], ["look"]]
+
+
+@pytest.mark.parametrize("model", [None, 3, ["smollm2"], b"smollm2"])
+def test_what_is_neither_a_path_nor_a_name_is_no_model(model: Any) -> None:
+    with pytest.raises(BadInput, match=rf"model is {re.escape(repr(model))}; it must be a path or a name"):
+        LLM(model)
+
+
+def test_half_a_character_is_refused_in_prompts_chats_and_stops(tiny_llm: LLM) -> None:
+    for call in (
+        tiny_llm.chat,
+        tiny_llm.generate,
+        tiny_llm.tokenize,
+        tiny_llm.embed,
+        lambda text: list(tiny_llm.stream(text)),
+    ):
+        with pytest.raises(BadInput, match=r"half a character"):
+            call("a\ud800")
+    with pytest.raises(BadOption, match=r"stop is .*; it must be a text without half a character"):
+        Sampling(stop=["\ud800"])

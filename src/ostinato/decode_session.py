@@ -122,7 +122,7 @@ class DecodeSession:
     ) -> None:
         say, wanted = talk or (lambda _: None), load_options(load, options)
         self._opened, self._closed = OpenedHere(), False
-        self.name = str(model)
+        self.name = store.given(model)
         with ExitStack() as undo:
             checkpoint = undo.enter_context(open_checkpoint(store.resolve(self.name, talk=say)))
             self.shape = read_shape(checkpoint)

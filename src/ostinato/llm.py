@@ -157,7 +157,7 @@ class LLM:
         say = talk or (lambda _: None)
         self._opened, self._closed = OpenedHere(), False
         wanted = load_options(load, options)
-        self.name = str(model)
+        self.name = store.given(model)
         self.path = store.resolve(self.name, talk=say)
         started = time.perf_counter()
         self._checkpoint = open_checkpoint(self.path)

@@ -79,6 +79,12 @@ def _check_count(option: str, value: object, least: int, most: int | None = None
     _check(_is_count(value, least, most), option, value, f"a whole number from {least}{upto}{note}")
 
 
+def _check_text(option: str, value: object) -> None:
+    _check(isinstance(value, str) and value != "", option, value, "a text that is not empty")
+    whole = not any("\ud800" <= character <= "\udfff" for character in str(value))
+    _check(whole, option, value, "a text without half a character")
+
+
 def check_word(kind: type[Any], word: str) -> None:
     """Refuse a word that is no option of `kind`: with ours for a word of another engine, else with the nearest name."""
     known = [field.name for field in dataclasses.fields(kind)]
@@ -413,13 +419,13 @@ class Sampling:
         _check(isinstance(self.json_mode, bool), "json_mode", self.json_mode, "True or False")
         for name in ("regex", "grammar"):
             text = getattr(self, name)
-            _check(text is None or (isinstance(text, str) and text != ""), name, text, "a text that is not empty")
+            if text is not None:
+                _check_text(name, text)
         if self.choice is not None:
-            _check(self.choice != (), "choice", self.choice, "one text or more; leave it out for a free answer")
-            texts = all(isinstance(text, str) and text for text in self.choice)
-            _check(texts, "choice", self.choice, "texts that are not empty")
-            whole = not any("\ud800" <= character <= "\udfff" for text in self.choice for character in text)
-            _check(whole, "choice", self.choice, "texts without half a character")
+            if not self.choice:
+                raise BadOption("choice has no texts; give one or more, or leave it out for a free answer")
+            for text in self.choice:
+                _check_text("choice", text)
         given = [name for name in ("schema", "json_mode", "regex", "choice", "grammar") if getattr(self, name)]
         if len(given) > 1:
             raise BadOption(f"{given[0]} and {given[1]} are both given; an answer follows one of them")
@@ -436,9 +442,12 @@ class Sampling:
         _check_count("min_tokens", self.min_tokens, 0)
         fits = most is None or self.min_tokens <= most
         _check(fits, "min_tokens", self.min_tokens, f"at most max_tokens ({most})")
-        _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "strings that are not empty")
-        _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", self.stop, f"at most {MAX_STOP_STRINGS} strings")
-        _check(all(map(_is_count, self.stop_token_ids)), "stop_token_ids", self.stop_token_ids, "token ids")
+        for text in self.stop:
+            _check_text("stop", text)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise BadOption(f"stop has {len(self.stop)} texts; at most {MAX_STOP_STRINGS} are allowed")
+        for token in self.stop_token_ids:
+            _check(_is_count(token), "stop_token_ids", token, "a token id")
         _check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
         _check(seed is None or _is_count(seed, 0, MAX_SEED), "seed", seed, "a whole number from 0 to 2^63-1")
         if self.logprobs is not None:

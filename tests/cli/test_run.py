@@ -194,7 +194,9 @@ def test_a_stop_string_ends_the_text_and_is_not_shown(ostinato: RunCli, tiny: Pa
         (("hi", "--slots", "65"), "slots is 65; it must be a whole number from 1 to 64"),
         (("hi", "--mode", "fast"), "mode is 'fast'; it must be auto, eager, graph, loop or persistent"),
         (("hi", "--logit-bias", "5"), "it must be ID=VALUE"),
-        (("hi", "--stop", ""), "stop is ('',)"),
+        (("hi", "--stop", "a", "--stop", ""), "error: --stop is ''; it must be a text that is not empty"),
+        (("hi", "--choice", "a", "--choice", ""), "error: --choice is ''; it must be a text that is not empty"),
+        (("hi", *17 * ("--stop", "a")), "error: --stop has 17 texts; at most 16 are allowed"),
     ],
 )
 def test_bad_input_is_refused_before_a_model_is_looked_for(
@@ -210,6 +212,14 @@ def test_bad_input_is_refused_before_a_model_is_looked_for(
 def test_an_empty_pipe_is_an_empty_prompt(ostinato: RunCli, tiny: Path) -> None:
     assert "the prompt is empty" in ostinato("run", "--model", tiny, stdin=b"\n").err
     assert ostinato("run", "--model", tiny, stdin=b"").code == 2
+
+
+def test_a_blank_prompt_is_refused_unless_raw(ostinato: RunCli, tiny: Path) -> None:
+    for words, stdin in (((), b" \n\t\n"), (("  ",), b"")):
+        ran = ostinato("run", "--model", tiny, *words, stdin=stdin)
+        assert (ran.code, ran.out) == (2, "")
+        assert "the prompt is blank" in ran.err
+    assert ostinato("run", "--model", tiny, "--raw", "--max-tokens", "1", "  ").code == 0
 
 
 def test_nobody_gives_a_prompt(ostinato: RunCli) -> None:

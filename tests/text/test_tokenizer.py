@@ -191,8 +191,9 @@ def test_wordpiece_cuts_words_and_says_unknown() -> None:
     assert words.encode("é", bos=False) == [1]
 
 
-def test_a_lone_surrogate_counts_as_a_replacement_character() -> None:
-    assert BYTES.encode("a\ud800b") == BYTES.encode("a\ufffdb")
+def test_a_lone_surrogate_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"half a character, the surrogate U\+D800"):
+        BYTES.encode("a\ud800b")
 
 
 @pytest.mark.parametrize("id", [-1, 10**6])

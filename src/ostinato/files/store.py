@@ -108,6 +108,13 @@ def resolve(name_or_path: str, *, talk: Talk) -> Path:
     raise _unknown(name_or_path)
 
 
+def given(model: object) -> str:
+    """A model as a caller of Python gave it, a path or a name, as text; anything else is refused."""
+    if isinstance(model, str | os.PathLike) and isinstance(text := os.fspath(model), str):
+        return text
+    raise BadInput(f'model is {model!r}; it must be a path or a name, as in LLM("{DEFAULT}")')
+
+
 def local_path(name_or_path: str) -> Path:
     """Where a model is on this machine, or would be: nothing is fetched."""
     stored = find(name_or_path) if is_name(name_or_path) else None

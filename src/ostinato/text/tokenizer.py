@@ -51,9 +51,14 @@ class Tokenizer:
     def encode(self, text: str, *, bos: bool = True, special: bool = False) -> list[int]:
         """The ids of `text`. `bos` adds BOS and EOS as the file says; without `special`, control tokens are text.
 
-        A code point that no UTF-8 text can hold (a lone surrogate) counts as U+FFFD.
+        Raises BadInput for a lone surrogate, a code point that no UTF-8 text can hold.
         """
-        ids = self.encoder(_SURROGATE.sub("\ufffd", text), special)
+        if (half := _SURROGATE.search(text)) is not None:
+            raise BadInput(
+                f"the text has half a character, the surrogate U+{ord(half[0]):04X}, which UTF-8 cannot hold; "
+                'text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") mends it'
+            )
+        ids = self.encoder(text, special)
         if not bos:
             return ids
         return [*self.prefix, *ids, *self.suffix]
