@@ -525,7 +525,7 @@ def test_what_the_card_would_not_do_is_told_with_its_line(program: Program, n: i
     line = 1 + SOURCE[: SOURCE.index("sync_block();\n    if (thread() == 70)")].count("\n")
     assert f"after sync_block (primitives.cpp:{line})" in str(told.value)
     if shutil.which("addr2line"):
-        assert re.search(r"  in faults.* \(primitives\.cpp:\d+", str(told.value))
+        assert re.search(r"  0x[0-9a-f]+ in faults.* \(primitives\.cpp:\d+", str(told.value))
 
 
 # --- between blocks ---
