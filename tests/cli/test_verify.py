@@ -68,6 +68,7 @@ def test_one_mode_alone_can_be_asked_for(ostinato: RunCli, tiny: Path) -> None:
     assert found["not_run"] == {}
 
 
+@pytest.mark.slow
 def test_a_difference_is_named_and_exits_with_3(ostinato: RunCli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build = load.load_blocks
     built: list[object] = []
