@@ -1,8 +1,13 @@
 """Grammars in a GPU's memory: what is written arrives with `flush`, in order; here the device is the CPU."""
 
-import numpy as np
-import torch
+from collections.abc import Sequence
 
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.backends.torch import tables
 from ostinato.backends.torch.tables import DeviceGrammars
 from ostinato.loop.grammars import GrammarMemory
 from tests.engine.test_grammars import compiled, room_for
@@ -37,3 +42,26 @@ def test_of_two_grammars_in_one_region_the_later_one_is_there() -> None:
     device.words.zero_()
     device.flush()  # sends nothing twice
     assert not device.words.any()
+
+
+def test_copies_to_a_gpu_are_from_memory_that_was_pinned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = []
+
+    def pinned_zeros(size: Sequence[int], dtype: torch.dtype, what: str) -> Tensor:
+        pinned.append(torch.zeros(tuple(size), dtype=dtype))
+        return pinned[-1]
+
+    def refused(*_: object) -> Tensor:
+        raise AssertionError("memory is pinned while the loop may run")
+
+    on_cpu = torch.zeros
+    monkeypatch.setattr(tables, "pinned_zeros", pinned_zeros)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refused)
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device=None: on_cpu(*size, dtype=dtype))
+    host = room_for(1)
+    device = DeviceGrammars(host.words.nbytes, MASK_WORDS, torch.device("cuda"))
+    assert device.lease(compiled("[ab]")) == host.lease(compiled("[ab]")) is not None
+    np.testing.assert_array_equal(pinned[0].numpy(), host.words)
+    device.flush()
+    np.testing.assert_array_equal(device.words.numpy(), host.words)
+    assert len(pinned) == 1

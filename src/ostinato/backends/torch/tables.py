@@ -19,20 +19,25 @@ class DeviceGrammars(GrammarMemory):
     loop that runs meanwhile reads only regions that an admission has named, and that comes later."""
 
     def __init__(self, n_bytes: int, mask_words: int, device: torch.device) -> None:
-        self._device, self._unsent = device, list[tuple[int, Tensor]]()
+        self._device, self._unsent = device, list[slice]()
         super().__init__(n_bytes, mask_words)
 
     def _memory(self, n_words: int) -> Tensor:
+        # The source of every copy, at the places that the device has. Pinned, since from other memory the driver may
+        # wait for the stream before it copies (E-6), and for good, since to pin memory it may wait for the loop (E-34).
+        on_gpu = self._device.type == "cuda"
+        made = pinned_zeros if on_gpu else lambda size, dtype, _: torch.zeros(size, dtype=dtype)
+        self._staged = made((n_words,), torch.int32, "grammars")
         return torch.zeros(n_words, dtype=torch.int32, device=self._device)
 
     def _write(self, first: int, words: np.ndarray) -> None:
-        # Pinned: from other memory the driver may wait for the stream before it copies (E-6).
-        made = torch.from_numpy(words)
-        self._unsent.append((first, made.pin_memory() if self._device.type == "cuda" else made))
+        # A copy of what was here before may not have run: what it brings now is overwritten by this one's, behind it.
+        self._unsent.append(slice(first, first + len(words)))
+        self._staged[self._unsent[-1]] = torch.from_numpy(words)
 
     def flush(self) -> None:
-        for first, words in self._unsent:
-            self.words[first : first + len(words)].copy_(words, non_blocking=True)
+        for part in self._unsent:
+            self.words[part].copy_(self._staged[part], non_blocking=True)
         self._unsent.clear()
 
 
