@@ -157,7 +157,8 @@ def _schema_text(schema: Any) -> str | None:
         value = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadOption(f"schema is no JSON: {error}") from error
+        why = "it is nested too deep" if isinstance(error, RecursionError) else error
+        raise BadOption(f"schema is no JSON that can be read: {why}") from error
     _check(isinstance(value, Mapping), "schema", value, "a JSON object, as in {'type': 'object'}")
     return text
 

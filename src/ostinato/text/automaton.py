@@ -18,13 +18,13 @@ from typing import Any, Final
 import numpy as np
 
 from ostinato import build
-from ostinato.errors import BadInput, BadOption
+from ostinato.errors import BadInput, BadOption, quoted
 from ostinato.extras import check_llguidance
 from ostinato.files.objects import prebuilt, sources, sum_of
 from ostinato.options import Rule, Sampling
 from ostinato.text.grammar import COMPACT, NO_TOKEN, EndRule, as_lark, several_grammars
 from ostinato.text.lark import lark_node
-from ostinato.text.program import TOOK_TOO_LONG, Program, TookTooLong
+from ostinato.text.program import TOOK_TOO_LONG, Program, TookTooLong, Unfollowable
 from ostinato.text.schema import followable
 from ostinato.text.schema_program import ascii_classes, schema_node
 from ostinato.text.walk import FOLDER as WALK
@@ -38,9 +38,12 @@ MAX_WORDS: Final = 1 << 20  # four megabytes
 MAX_MS: Final = 500
 
 AUTOMATON_WORDS: Final = 1  # the word of an automaton that says how long it is
-_HEADER_STATES, _HEADER_DEPTH = 2, 7
+_HEADER_STATES, _HEADER_TOKEN_EDGES_AT, _HEADER_DEPTH = 2, 6, 7
+_TOKEN_EDGE_WORDS = 3
 _VOCABULARY_WORDS, _VOCABULARY_LONGEST = 1, 4
 _KEPT_N = 1
+_MALFORMED: Final = 2  # what `grammar_compile` returns for input that no other compiler can take either
+_A_PATTERN: Final = "a pattern"  # as its reasons begin that are about one
 
 
 @cache
@@ -75,6 +78,11 @@ class Automaton:
         found = int(self.words[_HEADER_DEPTH])
         return None if found < 0 else found
 
+    @property
+    def token_ids(self) -> list[int]:
+        """The special tokens that it names."""
+        return sorted({int(id) for id in self.words[self.words[_HEADER_TOKEN_EDGES_AT] :: _TOKEN_EDGE_WORDS]})
+
 
 def compiled(
     program: Program,
@@ -99,9 +107,20 @@ def compiled(
         len(error),
     )
     if failed:
-        why = error.value.decode("utf-8", "replace")
-        raise (TookTooLong if why.startswith(TOOK_TOO_LONG) else BadOption)(why)
+        why = _in_the_callers_words(program, error.value.decode("utf-8", "replace"))
+        kind = TookTooLong if why.startswith(TOOK_TOO_LONG) else Unfollowable if failed == _MALFORMED else BadOption
+        raise kind(why)
     return Automaton(_taken(made, AUTOMATON_WORDS))
+
+
+def _in_the_callers_words(program: Program, why: str) -> str:
+    """A reason that is about a pattern, with that pattern as the caller wrote it."""
+    if why.startswith(_A_PATTERN):
+        for pattern, written in program.patterns.items():
+            text = pattern.encode("utf-8", "surrogatepass")
+            if library().grammar_matches(text, len(text), b"", 0) < 0:
+                return f"the pattern {quoted(written)}{why.removeprefix(_A_PATTERN)}"
+    return why
 
 
 def _taken(made: Any, words_at: int) -> np.ndarray:
@@ -125,14 +144,14 @@ def _rule_node(program: Program, rule: Rule) -> int:
         case "schema":
             return _schema_node(program, followable(_json(rule.text)))
         case "regex":
-            return program.pattern(ascii_classes(rule.text, "d"))  # `\d` is 0 to 9
+            return program.pattern(ascii_classes(rule.text, "d"), written=rule.text)  # `\d` is 0 to 9
         case "choice":
             return program.either([program.lexeme(program.literal(choice)) for choice in _json(rule.text)])
     if rule.text.startswith('{"grammars":'):
         return _several_node(program, several_grammars(rule.text))
     if "::=" in rule.text:
         check_llguidance("a grammar in GBNF")  # it rewrites it as Lark
-        return lark_node(program, as_lark(rule), _schema_node, {})
+        return lark_node(program, as_lark(rule), _schema_node, {}, written=False)
     return lark_node(program, rule.text, _schema_node, {})
 
 
@@ -161,16 +180,17 @@ def _json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadOption(f"it is not JSON: {error}") from None
+        raise Unfollowable(f"it is not JSON: {error}") from None
 
 
 @lru_cache(4096)
 def matches(pattern: str, text: str) -> bool:
     """Whether a part of a text matches a pattern of a schema."""
-    one, other = ascii_classes(pattern).encode(), text.encode("utf-8", "surrogatepass")
+    one, other = (part.encode("utf-8", "surrogatepass") for part in (ascii_classes(pattern), text))
     found = library().grammar_matches(one, len(one), other, len(other))
     if found < 0:
-        raise BadOption(f"the pattern {pattern[:100]!r} is not supported")
+        disjoint(pattern, pattern)  # says why
+        raise BadOption(f"the pattern {quoted(pattern)} cannot be compared with names")
     return bool(found)
 
 
@@ -178,7 +198,7 @@ def matches(pattern: str, text: str) -> bool:
 def disjoint(one: str, other: str) -> bool:
     """Whether no text matches both patterns of a schema."""
     program = Program()
-    nodes = [program.pattern(ascii_classes(pattern), search=True) for pattern in (one, other)]
+    nodes = [program.pattern(ascii_classes(pattern), search=True, written=pattern) for pattern in (one, other)]
     program.root(program.both(*nodes))
     try:
         compiled(program)

@@ -19,6 +19,7 @@ import numpy as np
 from ostinato.errors import BadInput, BadOption, Unsupported
 from ostinato.extras import check_llguidance
 from ostinato.options import Rule, Sampling
+from ostinato.text.program import Unfollowable
 from ostinato.text.schema import followable
 from ostinato.text.schema_program import ascii_classes
 from ostinato.text.tokenizer import Tokenizer
@@ -123,10 +124,13 @@ class Grammars:
             check_multiples(rule.text)
             inner = LLMatcher(known, _source(rule), log_level=0, limits=_limits())
             if inner.is_error():
-                return _reason(inner.get_error())
-            return inner, _next_bits(inner, -(-self._n_ids // 32))
+                return _placed(_reason(inner.get_error()), rule)
         except (ValueError, BadInput) as error:
             return str(error)
+        try:
+            return inner, _next_bits(inner, -(-self._n_ids // 32))
+        except BadInput:
+            return "no text satisfies it"
 
     @cached_property
     def _known(self) -> LLTokenizer:
@@ -192,9 +196,9 @@ def several_grammars(text: str) -> list[dict[str, Any]]:
     try:
         found = json.loads(text)["grammars"]
     except (ValueError, RecursionError) as error:
-        raise BadOption(f"it is not JSON: {error}") from None
+        raise Unfollowable(f"it is not JSON: {error}") from None
     if not (isinstance(found, list) and found and all(map(_is_grammar, found)) and "lark_grammar" in found[0]):
-        raise BadOption(
+        raise Unfollowable(
             "its list `grammars` must have entries with a `name` and either a `lark_grammar` or a `json_schema`, and "
             "the first must have a `lark_grammar`"
         )
@@ -252,7 +256,7 @@ def _from_gbnf(grammar: str) -> str:
     try:
         return any_to_lark(grammar)
     except Exception as error:  # any exception it raises is about the text
-        raise BadOption(f"as GBNF the grammar cannot be read: {error}") from error
+        raise Unfollowable(f"as GBNF the grammar cannot be read: {error}") from error
 
 
 def literal(text: str) -> str:
@@ -295,7 +299,7 @@ def check_multiples(text: str) -> None:
     >>> check_multiples('{"multipleOf": 0.01}')
     >>> check_multiples('{"multipleOf": 999983}')
     Traceback (most recent call last):
-    ostinato.errors.BadOption: its numbers must be multiples of 999983 units; at most 20000 can be followed
+    ostinato.text.program.Unfollowable: its numbers must be multiples of 999983 units; at most 20000 can be followed
     """
     found = _MULTIPLE_OF.findall(_ESCAPED.sub(lambda m: chr(int(m[1], 16)), text))
     try:
@@ -309,7 +313,33 @@ def check_multiples(text: str) -> None:
     else:
         units = math.lcm(*(int(number.scaleb(-min(exponent, 0))) for number in numbers))
     if units > LARGEST_MULTIPLE:
-        raise BadOption(f"its numbers must be multiples of {units} units; at most {LARGEST_MULTIPLE} can be followed")
+        raise Unfollowable(
+            f"its numbers must be multiples of {units} units; at most {LARGEST_MULTIPLE} can be followed"
+        )
+
+
+_PLACE: Final = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+_OURS: Final = re.compile(r'^(failed to compile JSON schema: |invalid regex ".*" \(in regex\): (regex parse error: )?)')
+
+
+def _placed(reason: str, rule: Rule) -> str:
+    """A reason of llguidance with the place in the caller's text. The place that it names is in the Lark that it was
+    given, which is the caller's only if the caller wrote Lark; there `_unforced` put a line before it.
+
+    >>> _placed('at 3(4): unknown name: "B"', Rule("grammar", "start: A\\nA: B"))
+    'line 2, column 4: unknown name: "B"'
+    >>> _placed("at 2(8): failed to compile JSON schema: minItems must be a number", Rule("schema", "{}"))
+    'minItems must be a number'
+    """
+    found = _PLACE.match(reason)
+    if found is None:
+        return reason
+    reason = reason[found.end() :]
+    if rule.kind != "grammar":
+        return _OURS.sub("", reason)
+    if "::=" in rule.text or rule.text.startswith('{"grammars":'):
+        return reason
+    return f"line {int(found[1]) - (_unforced(rule.text) != rule.text)}, column {found[2]}: {reason}"
 
 
 def _next_bits(inner: LLMatcher, n_words: int) -> np.ndarray:
@@ -337,5 +367,7 @@ def _reason(message: str) -> str:
     >>> _reason("regex parse error:\\n    [0-9\\n    ^\\nerror: unclosed character class")
     'regex parse error: unclosed character class'
     """
+    if "limits." in message:  # that no caller can set
+        return "it is too complex"
     first, *others = message.replace("<non-verbose/>", "").strip().split("\n")
     return " ".join([first, *(line.removeprefix("error: ") for line in others if line.startswith("error: "))])

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 from urllib.parse import unquote, urljoin
 
-from ostinato.errors import BadOption
+from ostinato.errors import BadOption, quoted
 from ostinato.text.json_numbers import NumberSchema, decimal_of, least_common_multiple
-from ostinato.text.program import TOOK_TOO_LONG, TookTooLong
+from ostinato.text.program import TOOK_TOO_LONG, TookTooLong, Unfollowable
 from ostinato.text.schema import MAX_NUMBER
 
 MAX_SIZE: Final = 50_000
@@ -79,6 +79,7 @@ class UnionSchema:
 
     options: tuple[Schema, ...]
     exactly_one: bool = False
+    path: str = field(default="", compare=False)  # of the schema that it was read from
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +174,17 @@ class Reader:
         self._n = 0
         self._until = time.monotonic() + MAX_MS / 1000
         self._resources: dict[str, tuple[Any, Place]] | None = None
+        self._path: tuple[str, ...] = ()  # of the schema that is being read; where an error was found, of that one
 
     def read(self) -> Schema:
         if isinstance(self._document, bool):
             return ANY if self._document else NO
-        return self._resource(self._document, Place("", 2020))
+        try:
+            return self._resource(self._document, Place("", 2020))
+        except TookTooLong:
+            raise
+        except BadOption as error:
+            raise type(error)(f"in {'.'.join(self._path)[:200]}, {error}" if self._path else str(error)) from None
 
     def property_schema(self, object: ObjectSchema, name: str) -> Schema:
         found = object.properties.get(name)
@@ -190,20 +197,27 @@ class Reader:
 
     # --- one schema ---
 
-    def _resource(self, contents: Any, place: Place) -> Schema:
-        return self._normal(self._contents(contents, _inside(contents, place)))
+    def _resource(self, contents: Any, place: Place, *names: str) -> Schema:
+        """What stands in the schema that is being read under these names."""
+        return self._read_at((*self._path, *names), contents, place)
+
+    def _read_at(self, path: tuple[str, ...], contents: Any, place: Place) -> Schema:
+        before, self._path = self._path, path
+        made = self._normal(self._contents(contents, _inside(contents, place)))
+        self._path = before  # not after an error: it is where that was
+        return made
 
     def _contents(self, contents: Any, place: Place) -> Schema:
         if isinstance(contents, bool):
             return ANY if contents else NO
         if not isinstance(contents, dict):
-            raise BadOption("a schema must be an object or a boolean")
+            raise Unfollowable("a schema must be an object or a boolean")
         self._count()
         if all(word in _REMARKS or not _is_known(word, place.draft) for word in contents):
             return ANY
         for word in contents:
             if _is_known(word, place.draft) and word not in _IMPLEMENTED and word not in _REMARKS:
-                raise BadOption(f"the keyword {word!r} is not supported")
+                raise Unfollowable(f"the keyword {word!r} is not supported; leave it out, check the answer")
         result: Schema = ANY
         current: dict[str, Any] = {}
         for word, value in contents.items():
@@ -229,15 +243,17 @@ class Reader:
             case "enum":
                 return self._merged(result, UnionSchema(tuple(map(constant, _list(value, word)))))
             case "allOf":
-                for one in _list(value, word):
-                    result = self._merged(result, self._resource(one, place))
+                for number, one in enumerate(_list(value, word)):
+                    result = self._merged(result, self._resource(one, place, word, str(number)))
                 return result
             case "anyOf" | "oneOf":
-                options = tuple(self._resource(one, place) for one in _list(value, word))
-                return self._merged(result, UnionSchema(options, exactly_one=word == "oneOf"))
+                options = tuple(
+                    self._resource(one, place, word, str(number)) for number, one in enumerate(_list(value, word))
+                )
+                return self._merged(result, UnionSchema(options, word == "oneOf", ".".join((*self._path, word))))
         if not isinstance(value, str):
-            raise BadOption("$ref must be a text")
-        uri = place.base + value if value.startswith("#") else urljoin(place.base, value)
+            raise Unfollowable("$ref must be a text")
+        uri = place.base + value if value.startswith("#") else _joined(place.base, value)
         if isinstance(result, AnySchema):
             self._define(uri)
             return ReferenceSchema(uri)
@@ -250,9 +266,9 @@ class Reader:
         if isinstance(types, str):
             return self._of_type(types, words, place)
         if isinstance(types, list) and not all(isinstance(one, str) for one in types):
-            raise BadOption("type must be a text or a list of texts")
+            raise Unfollowable("type must be a text or a list of texts")
         if not isinstance(types, list | tuple):
-            raise BadOption("type must be a text or a list of texts")
+            raise Unfollowable("type must be a text or a list of texts")
         options = tuple(self._of_type(one, words, place) for one in types)
         return options[0] if len(options) == 1 else UnionSchema(options)
 
@@ -271,14 +287,20 @@ class Reader:
                 return self._array(words, place)
             case "object":
                 return self._object(words, place)
-        raise BadOption(f"{type!r} is not a type")
+        raise Unfollowable(f"{quoted(type)} is not a type; the types are {', '.join((*TYPES, 'integer'))}")
 
     def _array(self, words: Mapping[str, Any], place: Place) -> Schema:
         prefix, items, more = words.get("prefixItems"), words.get("items"), words.get("additionalItems")
         if place.draft <= 2019 or "additionalItems" in words or isinstance(items, list):
             prefix, items = (items, more) if isinstance(items, list) else (None, items)
-        made = tuple(self._resource(one, place) for one in _list([] if prefix is None else prefix, "prefixItems"))
-        rest = None if items is None else self._resource(items, place)
+        word = "prefixItems" if "prefixItems" in words else "items"
+        made = tuple(
+            self._resource(one, place, word, str(number))
+            for number, one in enumerate(_list([] if prefix is None else prefix, "prefixItems"))
+        )
+        rest = (
+            None if items is None else self._resource(items, place, "items" if items is not more else "additionalItems")
+        )
         return ArraySchema(_size(words, "minItems") or 0, _size(words, "maxItems"), made, rest)
 
     def _object(self, words: Mapping[str, Any], place: Place) -> Schema:
@@ -292,20 +314,22 @@ class Reader:
                     properties[name] = self._merged(properties[name], schema)
                     break
         additional = words.get("additionalProperties")
-        rest = None if additional is None else self._resource(additional, place)
+        rest = None if additional is None else self._resource(additional, place, "additionalProperties")
         required = _list(words.get("required", []), "required")
         if not all(isinstance(name, str) for name in required):
-            raise BadOption("required must be a list of texts")
+            raise Unfollowable("required must be a list of texts")
         return _sized(ObjectSchema(properties, patterns, rest, tuple(dict.fromkeys(required)), low, high))
 
     def _by_name(self, words: Mapping[str, Any], word: str, place: Place) -> dict[str, Schema]:
-        return {name: self._resource(one, place) for name, one in _mapping(words.get(word, {}), word).items()}
+        return {
+            name: self._resource(one, place, word, name) for name, one in _mapping(words.get(word, {}), word).items()
+        }
 
     def _check_disjoint(self, patterns: Sequence[str]) -> None:
         for number, one in enumerate(patterns):
             for other in patterns[number + 1 :]:
                 if not self._disjoint(one, other):
-                    raise BadOption(f"the patterns {one!r} and {other!r} of patternProperties may match one name")
+                    raise Unfollowable(f"the patterns {one!r} and {other!r} of patternProperties may match one name")
 
     def _count(self) -> None:
         self._n += 1
@@ -320,7 +344,8 @@ class Reader:
         if uri not in self._seen:
             self._seen.add(uri)
             contents, place = self._find(uri)
-            self.definitions[uri] = self._resource(contents, place)
+            path = tuple(_unescaped(part) for part in uri.partition("#")[2].split("/") if part)
+            self.definitions[uri] = self._read_at(path, contents, place)
 
     def _find(self, uri: str) -> tuple[Any, Place]:
         document, _, fragment = uri.partition("#")
@@ -328,20 +353,20 @@ class Reader:
             self._resources = {}
             self._collect(self._document, Place("", 2020), 0)
         if document not in self._resources:
-            raise BadOption(f"the reference {uri[:100]!r} leads outside of the schema")
+            raise Unfollowable(f"the reference {uri[:100]!r} leads outside of the schema")
         contents, place = self._resources[document]
         if fragment and not fragment.startswith("/"):
             if uri not in self._resources:
-                raise BadOption(f"the reference {uri[:100]!r} leads nowhere")
+                raise Unfollowable(f"the reference {uri[:100]!r} leads nowhere")
             return self._resources[uri]
         for part in fragment.split("/")[1:]:
-            part = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(contents, list) and part.isdigit() and int(part) < len(contents):
+            part = _unescaped(part)
+            if isinstance(contents, list) and part in map(str, range(len(contents))):
                 contents = contents[int(part)]
             elif isinstance(contents, dict) and part in contents:
                 contents = contents[part]
             else:
-                raise BadOption(f"the reference {uri[:100]!r} leads nowhere")
+                raise Unfollowable(f"the reference {uri[:100]!r} leads nowhere")
             place = _inside(contents, place)
         return contents, place
 
@@ -472,7 +497,7 @@ class Reader:
             return options[0] if options else NO
         pairs = ((a, b) for number, a in enumerate(options) for b in options[number + 1 :])
         overlap = schema.exactly_one and not all(self._are_disjoint(a, b) for a, b in pairs)
-        return UnionSchema(tuple(options), exactly_one=overlap)
+        return replace(schema, options=tuple(options), exactly_one=overlap)
 
     def _are_disjoint(self, one: Schema, other: Schema) -> bool:
         """Whether it is certain that no value satisfies both."""
@@ -517,6 +542,18 @@ def constant(value: Any) -> Schema:
     return ObjectSchema(members, {}, NO, tuple(members), 0, None)
 
 
+def _unescaped(part: str) -> str:
+    """A part of a JSON pointer in a reference."""
+    return unquote(part).replace("~1", "/").replace("~0", "~")
+
+
+def _joined(base: str, uri: str) -> str:
+    try:
+        return urljoin(base, uri)
+    except ValueError:
+        raise Unfollowable(f"{quoted(uri)} is no URI") from None
+
+
 def _inside(contents: Any, place: Place) -> Place:
     """The place of what a schema holds."""
     if not isinstance(contents, dict):
@@ -527,7 +564,7 @@ def _inside(contents: Any, place: Place) -> Place:
         draft = _DRAFTS.get(written.rstrip("#"), 2020)
     own = contents.get("id" if draft == 4 else "$id")
     if isinstance(own, str) and not own.startswith("#") and not (draft <= 7 and "$ref" in contents):
-        return Place(urljoin(place.base, own).partition("#")[0], draft)
+        return Place(_joined(place.base, own).partition("#")[0], draft)
     return place if draft == place.draft else Place(place.base, draft)
 
 
@@ -552,7 +589,7 @@ def _string(words: Mapping[str, Any]) -> Schema:
     for word, kind in (("pattern", "part"), ("format", "format")):
         if word in words:
             if not isinstance(words[word], str):
-                raise BadOption(f"{word} must be a text")
+                raise Unfollowable(f"{word} must be a text")
             patterns.append((kind, words[word]))
     pattern: Pattern | None = ("and", patterns) if len(patterns) == 2 else patterns[0] if patterns else None
     return StringSchema(_size(words, "minLength") or 0, _size(words, "maxLength"), pattern)
@@ -590,7 +627,7 @@ def _float(words: Mapping[str, Any], word: str) -> float | None:
     if value is None and word not in words:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
-        raise BadOption(f"{word} must be a number, and no larger than a float")
+        raise Unfollowable(f"{word} must be a number, and no larger than a float")
     return float(value)
 
 
@@ -599,17 +636,17 @@ def _size(words: Mapping[str, Any], word: str) -> int | None:
         return None
     value = words[word]
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise BadOption(f"{word} must be a whole number that is not negative")
+        raise Unfollowable(f"{word} must be a whole number that is not negative")
     return value
 
 
 def _list(value: Any, word: str) -> list[Any]:
     if not isinstance(value, list):
-        raise BadOption(f"{word} must be a list")
+        raise Unfollowable(f"{word} must be a list")
     return value
 
 
 def _mapping(value: Any, word: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise BadOption(f"{word} must be an object")
+        raise Unfollowable(f"{word} must be an object")
     return value

@@ -14,22 +14,30 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from ostinato.errors import BadOption
-from ostinato.text.program import UNBOUNDED, Program
+from ostinato.text.program import UNBOUNDED, Program, Unfollowable
+from ostinato.text.schema import HALF
 
 _TOKEN: Final = re.compile(
     r"""(?P<blank>[ \t\r]+|//[^\n]*|\#[^\n]*)
     |(?P<line>\n)
+    |(?P<mark>^[?!](?=[A-Za-z_]))
     |(?P<options>%llguidance\s*(?=\{))
-    |(?P<json>%json\s*(?=\{))
+    |(?P<json>%json\s*(?=\{|true\b|false\b))
     |(?P<string>"(?:[^"\\\n]|\\.)*")
     |(?P<regex>/(?:[^/\\\n]|\\.)+/)
     |(?P<special><\[[0-9]+(?:,[0-9]+)*\]>)
     |(?P<name>@?[A-Za-z_][A-Za-z0-9_-]*)
     |(?P<range>\{[0-9]*(?:,[0-9]*)?\})
     |(?P<sign>[:|()\[\]*+?=,&~])""",
-    re.VERBOSE,
+    re.VERBOSE | re.MULTILINE,
 )
 _MAX_DEPTH: Final = 60
+
+# What llguidance reads beyond that begins so: statements, special tokens by name, ranges of them, aliases, attributes.
+_MORE: Final = re.compile(r"%(ignore|import|declare|override|regex|lark)|<[^\s>]+>|->|\.\.|[0-9]")
+
+_FLAGS: Final = re.compile(r"[ilmsux]+(?![A-Za-z0-9_-])")
+_ATTRIBUTES: Final = ("capture", "lazy", "max_tokens", "stop", "stop_capture", "temperature")
 
 JsonNode: TypeAlias = Callable[[Program, Any], int]
 
@@ -39,6 +47,7 @@ class _Token:
     kind: str
     value: Any
     starts_line: bool
+    where: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +58,23 @@ class _LarkRule:
     suffix: str | None
 
 
-def lark_node(program: Program, text: str, json_node: JsonNode, others: Mapping[str, Callable[[], int]]) -> int:
-    """The texts of a grammar as a node of `program`; `others` make the grammars that it may refer to. BadOption where
-    it has more than is read here."""
+def lark_node(
+    program: Program,
+    text: str,
+    json_node: JsonNode,
+    others: Mapping[str, Callable[[], int]],
+    *,
+    written: bool = True,
+) -> int:
+    """The texts of a grammar as a node of `program`; `others` make the grammars that it may refer to; `written`:
+    whether the caller wrote this text, so that messages may name places in it. BadOption where it has more than is read
+    here."""
     try:
         return _LarkReader(program, _tokens(text), json_node, others).root()
     except RecursionError:
         raise BadOption("its rules refer to one another too deep") from None
+    except BadOption as error:
+        raise error if written else type(error)(_WHERE.sub("the grammar", str(error))) from None
 
 
 def _tokens(text: str) -> list[_Token]:
@@ -64,10 +83,12 @@ def _tokens(text: str) -> list[_Token]:
         match = _TOKEN.match(text, at)
         kind = match.lastgroup if match else None
         if match is None or kind is None:
-            raise BadOption(f"the grammar has {text[at : at + 20]!r}, which is not supported")
-        at = match.end()
+            kind_of_error = BadOption if _MORE.match(text, at) else Unfollowable
+            part = text[at : at + 20].partition("\n")[0]
+            raise kind_of_error(f"{_where(text, at)} has {part!r}, which is not supported")
+        where, at = _where(text, at), match.end()
         value: Any = match[0]
-        if kind == "blank":
+        if kind in ("blank", "mark"):  # marks of rules say how a parser shows them
             continue
         if kind == "line":
             starts_line = True
@@ -76,21 +97,33 @@ def _tokens(text: str) -> list[_Token]:
             try:
                 value, at = json.JSONDecoder().raw_decode(text, at)
             except ValueError as error:
-                raise BadOption(f"a schema in the grammar is not JSON: {error}") from None
+                what = "a schema that is" if kind == "json" else "options that are"
+                raise Unfollowable(f"{where} has {what} not JSON: {error}") from None
         if kind == "options":
             if value != {}:
-                raise BadOption("the grammar has options of its own")
+                raise BadOption(f"{where} has options of its own")
             continue
         if kind == "string":
             try:
                 value = json.loads(value)
             except ValueError:
-                raise BadOption(f"the grammar has {value[:20]}, whose escapes are not supported") from None
-        if at < len(text) and kind in ("string", "regex") and text[at].isalpha():
-            raise BadOption("the grammar has flags after a string or a regular expression")
-        found.append(_Token(kind, value, starts_line))
+                kind_of_error = BadOption if "\\x" in value else Unfollowable
+                raise kind_of_error(f"{where} has {value[:20]!r}, which is not a string of JSON") from None
+            if HALF.search(value):
+                raise Unfollowable(f"{where} has half a character, which no answer can hold")
+        if kind in ("string", "regex") and _FLAGS.match(text, at):
+            raise BadOption(f"{where} has flags after a string or a regular expression, which are not supported")
+        found.append(_Token(kind, value, starts_line, where))
         starts_line = False
     return found
+
+
+_WHERE: Final = re.compile(r"line \d+, column \d+ of the grammar")
+
+
+def _where(text: str, at: int) -> str:
+    line = text.count("\n", 0, at) + 1
+    return f"line {line}, column {at - text.rfind(chr(10), 0, at)} of the grammar"
 
 
 class _LarkReader:
@@ -106,7 +139,7 @@ class _LarkReader:
 
     def root(self) -> int:
         if "start" not in self._rules:
-            raise BadOption("the grammar has no rule named start")
+            raise Unfollowable("the grammar has no rule named start, with which it must begin")
         return self._rule("start")
 
     def _find_rules(self) -> None:
@@ -114,13 +147,16 @@ class _LarkReader:
             name = self._next("name")
             suffix = None
             if self._eat("["):
-                if self._next("name").value != "suffix" or not self._eat("="):
-                    raise BadOption("the grammar has attributes other than suffix")
+                attribute = self._next("name")
+                if attribute.value != "suffix":
+                    kind_of_error = BadOption if attribute.value in _ATTRIBUTES else Unfollowable
+                    raise kind_of_error(f"{attribute.where} has {attribute.value!r}, which is not supported there")
+                self._need("=")
                 suffix = self._next("string").value
                 self._need("]")
             self._need(":")
             if not name.starts_line or name.value in self._rules or name.value.startswith("@"):
-                raise BadOption(f"the grammar has {name.value!r} where a rule must begin")
+                raise Unfollowable(f"{name.where} has {name.value!r} where a rule of another name must begin")
             self._rules[name.value] = _LarkRule(self._at, suffix)
             while self._at < len(self._tokens) and not self._begins_rule():
                 self._at += 1
@@ -133,7 +169,7 @@ class _LarkReader:
         """A call of a rule; rules may refer to one another before they are read."""
         if name not in self._calls:
             if name not in self._rules:
-                raise BadOption(f"the grammar has no rule named {name!r}")
+                raise Unfollowable(f"{self._here} names the rule {name!r}, which the grammar does not have")
             procedure = self._p.declare()
             self._calls[name] = self._p.call(procedure)
             self._p.define(procedure, self._body(name, lexical=False))
@@ -145,7 +181,8 @@ class _LarkReader:
         try:
             node = self._alternatives(lexical or rule.suffix is not None, 0)
             if self._at < len(self._tokens) and not self._begins_rule():
-                raise BadOption(f"the grammar has {self._tokens[self._at].value!r}, which is not supported there")
+                token = self._tokens[self._at]
+                raise Unfollowable(f"{token.where} has {token.value!r}, which is not supported there")
         finally:
             self._at = back
         return node if rule.suffix is None else self._p.lexeme(self._until(node, rule.suffix))
@@ -158,9 +195,9 @@ class _LarkReader:
 
     def _terminal(self, name: str) -> int:
         if name not in self._rules:
-            raise BadOption(f"the grammar has no terminal named {name!r}")
+            raise Unfollowable(f"{self._here} names the terminal {name!r}, which the grammar does not have")
         if name in self._terminals and self._terminals[name] is None:
-            raise BadOption(f"the terminal {name!r} of the grammar refers to itself")
+            raise Unfollowable(f"{self._here} has the terminal {name!r} refer to itself")
         self._terminals.setdefault(name, None)
         found = self._terminals[name]
         if found is None:
@@ -169,7 +206,7 @@ class _LarkReader:
 
     def _alternatives(self, lexical: bool, deep: int) -> int:
         if deep > _MAX_DEPTH:
-            raise BadOption("the grammar is nested too deep")
+            raise Unfollowable(f"{self._here} is nested too deep")
         nodes = [self._conjunction(lexical, deep)]
         while self._eat("|"):
             nodes.append(self._conjunction(lexical, deep))
@@ -207,7 +244,7 @@ class _LarkReader:
 
     def _atom(self, lexical: bool, deep: int) -> int:
         if self._at == len(self._tokens):
-            raise BadOption("the grammar ends where a part of a rule must be")
+            raise Unfollowable("the grammar ends where a part of a rule must be")
         token = self._tokens[self._at]
         self._at += 1
         match token.kind:
@@ -217,21 +254,30 @@ class _LarkReader:
                 return self._text(self._p.pattern(token.value[1:-1]), lexical)
             case "name" if token.value.startswith("@"):
                 if lexical or token.value[1:] not in self._others:
-                    raise BadOption(f"the grammar refers to {token.value!r}, which is not there")
+                    raise Unfollowable(f"{token.where} refers to {token.value!r}, which is not there")
                 return self._others[token.value[1:]]()
             case "name" if token.value.isupper():
                 return self._text(self._terminal(token.value), lexical)
             case "name" if not lexical:
                 return self._rule(token.value)
             case "json" if not lexical:
-                return self._json(self._p, token.value)
+                try:
+                    return self._json(self._p, token.value)
+                except BadOption as error:
+                    raise type(error)(f"{token.where} has a schema that cannot be followed: {error}") from None
             case "special" if not lexical:
                 return self._p.either([self._p.token(int(id)) for id in token.value[2:-2].split(",")])
             case "sign" if token.value in "([":
                 node = self._alternatives(lexical, deep + 1)
                 self._need(")" if token.value == "(" else "]")
                 return node if token.value == "(" else self._p.optional(node)
-        raise BadOption(f"the grammar has {token.value!r}, which is not supported there")
+        kind_of_error = BadOption if token.value == "~" else Unfollowable
+        raise kind_of_error(f"{token.where} has {token.value!r}, which is not supported there")
+
+    @property
+    def _here(self) -> str:
+        """Where the token stands that was read last."""
+        return self._tokens[self._at - 1].where
 
     def _text(self, node: int, lexical: bool) -> int:
         return node if lexical else self._p.lexeme(node)
@@ -247,10 +293,12 @@ class _LarkReader:
 
     def _need(self, sign: str) -> None:
         if not self._eat(sign):
-            raise BadOption(f"the grammar has no {sign!r} where one must be")
+            where = self._tokens[self._at].where if self._at < len(self._tokens) else "the end of the grammar"
+            raise Unfollowable(f"{where} has no {sign!r}, which must be there")
 
     def _next(self, kind: str) -> _Token:
         if self._at >= len(self._tokens) or self._tokens[self._at].kind != kind:
-            raise BadOption(f"the grammar has no {kind} where one must be")
+            where = self._tokens[self._at].where if self._at < len(self._tokens) else "the end of the grammar"
+            raise Unfollowable(f"{where} has no {kind}, which must be there")
         self._at += 1
         return self._tokens[self._at - 1]

@@ -6,6 +6,8 @@ the reason.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from threading import Lock
 from typing import Final
@@ -15,10 +17,18 @@ from ostinato.extras import install_command, missing
 from ostinato.options import Rule, Sampling
 from ostinato.text.automaton import AutomatonMatcher, GrammarMasks, Trie, of_rule
 from ostinato.text.grammar import Grammars, Matcher, TokenTable, check_multiples
-from ostinato.text.program import TookTooLong
+from ostinato.text.program import TookTooLong, Unfollowable
 from ostinato.text.tokenizer import Tokenizer
 
 KEPT: Final = 16  # automata with their masks, some hundred kilobytes each
+
+
+@dataclass(frozen=True, slots=True)
+class _RefusedRule:
+    """Why our compiler refuses a rule, and whether llguidance is known to refuse it too."""
+
+    why: str
+    by_all: bool
 
 
 class Matchers:
@@ -41,31 +51,44 @@ class Matchers:
         if not self._ends:
             raise Unsupported("this model has no token that ends an answer, so none can follow a schema or a grammar")
         try:
-            compiled: GrammarMasks | str = self._compiled(rule)
+            compiled: GrammarMasks | _RefusedRule = self._compiled(rule)
         except TookTooLong as error:  # not kept: it may be soon enough the next time
-            compiled = str(error)
+            compiled = _RefusedRule(str(error), by_all=False)
         if isinstance(compiled, GrammarMasks):
             return AutomatonMatcher(compiled, self._ends, sampling)
+        why = f"this {rule.kind} cannot be followed: {compiled.why}"
+        if compiled.by_all:
+            raise BadOption(why)
         if missing("serve", ("llguidance",)):
             raise BadOption(
-                f"this {rule.kind} cannot be followed: {compiled}; llguidance, which is not installed, may follow it; "
-                f"type: {install_command('serve')}"
+                f"{why}; llguidance, which is not installed, may follow it; type: {install_command('serve')}"
             )
         return self._fallback.matcher(sampling)
 
-    def _compile(self, rule: Rule) -> GrammarMasks | str:
+    def _compile(self, rule: Rule) -> GrammarMasks | _RefusedRule:
         """The masks of a rule, or why our compiler cannot take it."""
         try:
             check_multiples(rule.text)
-            return GrammarMasks(of_rule(rule), self._trie, self._n_ids)
+            automaton = of_rule(rule)
+            self._check_tokens(automaton.token_ids)
+            return GrammarMasks(automaton, self._trie, self._n_ids)
         except TookTooLong:
             raise
         except BadOption as error:
-            return str(error)
+            return _RefusedRule(str(error), by_all=isinstance(error, Unfollowable))
         except HardwareCannot as error:  # no object and no compiler, or a form that llguidance reads
             if missing("serve", ("llguidance",)):
                 raise
-            return str(error)
+            return _RefusedRule(str(error), by_all=False)
+
+    def _check_tokens(self, ids: Sequence[int]) -> None:
+        """Refuse ids that the vocabulary does not have, or whose tokens are text: an automaton follows their bytes."""
+        n = self._tokenizer.vocab_size
+        for id in ids:
+            if id >= n:
+                raise Unfollowable(f"it names the token {id}, but the vocabulary has {n} tokens, 0 to {n - 1}")
+            if id not in self._tokenizer.hidden:
+                raise BadOption(f"it names the token {id} by its id, which is no special token; write its text")
 
     @property
     def _trie(self) -> Trie:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final
 
-from ostinato.errors import BadOption
+from ostinato.errors import BadOption, quoted
 
 UNBOUNDED: Final = -1
 TOOK_TOO_LONG: Final = "it takes longer than"  # as refusals begin that another time may not meet
@@ -20,6 +20,10 @@ MAX_BOUND: Final = 1_000_000_000
 
 class TookTooLong(BadOption):
     """The time to read or compile a grammar is up; on a less busy machine it may suffice."""
+
+
+class Unfollowable(BadOption):
+    """Input that is wrong, or that llguidance does not follow either: there is no use in installing it."""
 
 
 class Op(IntEnum):
@@ -52,15 +56,19 @@ class Program:
         self._nodes: dict[tuple[int, ...], int] = {}
         self._places: dict[bytes, int] = {}
         self._procedures: dict[int, int] = {}
+        self._bodies: dict[int, int] = {}  # by the node that calls it
         self._n = 0
+        self.patterns: dict[str, str] = {}  # as they are compiled, and as the caller wrote them
         self.nothing = self._node(Op.NOTHING)
         self.empty = self.literal("")
 
     def literal(self, text: str) -> int:
         return self._node(Op.LITERAL, *self._place(text.encode("utf-8", "surrogatepass")))
 
-    def pattern(self, pattern: str, *, search: bool = False) -> int:
-        """The texts that match; with `search`, those of which a part does."""
+    def pattern(self, pattern: str, *, search: bool = False, written: str | None = None) -> int:
+        """The texts that match; with `search`, those of which a part does. `written`: as the caller wrote it, where
+        that differs, for messages."""
+        self.patterns[pattern] = pattern if written is None else written
         return self._node(Op.PATTERN, *self._place(pattern.encode("utf-8", "surrogatepass")), int(search))
 
     def cat(self, *nodes: int) -> int:
@@ -94,7 +102,9 @@ class Program:
         return self._node(Op.QUOTED, node)
 
     def multiple(self, coefficient: int, decimals: int) -> int:
-        if not 0 < coefficient < 2**27 or decimals > 9:
+        if coefficient == 0:
+            raise Unfollowable("it has a multipleOf that is 0")
+        if coefficient >= 2**27 or decimals > 9:
             raise BadOption("it has a multipleOf that cannot be followed")
         return self._node(Op.MULTIPLE, coefficient, decimals)
 
@@ -103,6 +113,8 @@ class Program:
         return node if node in (self.nothing, self.empty) else self._node(Op.LEXEME, node)
 
     def token(self, id: int) -> int:
+        if id >= 2**31:
+            raise Unfollowable(f"it names the token {quoted(id)}, which no vocabulary has")
         return self._node(Op.TOKEN, id)
 
     def procedure(self, body: int) -> int:
@@ -123,9 +135,18 @@ class Program:
         return self._node(Op.CALL, procedure)
 
     def define(self, procedure: int, body: int) -> None:
+        self._bodies[self.call(procedure)] = body
         self._node(Op.BODY, procedure, body)
 
     def root(self, node: int) -> None:
+        """The whole, once every procedure is defined; Unfollowable where one is only a call of itself."""
+        for call, body in self._bodies.items():
+            seen = {call}
+            while body in self._bodies:
+                if body in seen:
+                    raise Unfollowable("its references go in circles")
+                seen.add(body)
+                body = self._bodies[body]
         self._node(Op.ROOT, node)
 
     def _place(self, text: bytes) -> tuple[int, int]:

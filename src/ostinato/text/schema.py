@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ostinato.errors import BadOption
+from ostinato.text.program import Unfollowable
 
 # The formats that llguidance follows, and further ones that JSON Schema defines. Any other word is a remark for
 # readers of the schema (`int32`, `password`): JSON Schema leaves such words without an effect.
@@ -30,7 +30,7 @@ _ONE: Final = frozenset(
 )
 _SEVERAL: Final = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 _NAMED: Final = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
-_HALF: Final = re.compile("[\ud800-\udfff]")
+HALF: Final = re.compile("[\ud800-\udfff]")
 _LEAST: Final = ("minimum", "exclusiveMinimum")
 _MOST: Final = ("maximum", "exclusiveMaximum")
 MAX_NUMBER: Final = sys.float_info.max  # of a bound
@@ -40,33 +40,35 @@ MAX_DEPTH: Final = 128  # schemas that are nested deeper are refused later, as t
 
 
 def followable(schema: Any, place: tuple[str, ...] = ()) -> Any:
-    """A schema without keywords that ask for nothing; BadOption names the place of one that cannot be followed.
+    """A schema without keywords that ask for nothing; Unfollowable names the place of one that cannot be followed.
 
     >>> followable({"type": "array", "items": {"type": "string", "format": "password"}, "uniqueItems": False})
     {'type': 'array', 'items': {'type': 'string'}}
     >>> followable({"items": {"uniqueItems": True}})
     Traceback (most recent call last):
-    ostinato.errors.BadOption: items has uniqueItems, which cannot be followed; leave it out, and check the answer
+    ostinato.text.program.Unfollowable: items has uniqueItems, which cannot be followed; leave it out, check the answer
     """
     if not isinstance(schema, Mapping) or len(place) > MAX_DEPTH:
         return schema
     _check_numbers(schema, place)
     _check_patterns(schema, place)
     for word in ("const", "enum"):
-        if _HALF.search(json.dumps(schema.get(word), ensure_ascii=False)):
-            raise BadOption(f"{_at(place)} has half a character in {word}, which no answer can hold")
+        if HALF.search(json.dumps(schema.get(word), ensure_ascii=False)):
+            raise Unfollowable(f"{_at(place)} has half a character in {word}, which no answer can hold")
     made: dict[str, Any] = {}
     for word, value in schema.items():
         if word == "uniqueItems" and _is_about_nothing(schema):
             continue
         if word == "uniqueItems":
-            raise BadOption(
-                f"{_at(place)} has uniqueItems, which cannot be followed; leave it out, and check the answer"
+            raise Unfollowable(
+                f"{_at(place)} has uniqueItems, which cannot be followed; leave it out, check the answer"
             )
         if word == "format" and isinstance(value, str) and value not in FORMATS:
             if value in _NOT_FOLLOWED:
                 known = ", ".join(FORMATS)
-                raise BadOption(f"{_at(place)} has the format {value!r}, which cannot be followed; these can: {known}")
+                raise Unfollowable(
+                    f"{_at(place)} has the format {value!r}, which cannot be followed; these can: {known}"
+                )
             continue
         made[word] = _inner(word, value, (*place, word))
     return made
@@ -78,13 +80,13 @@ def _check_numbers(schema: Mapping[str, Any], place: tuple[str, ...]) -> None:
     for word in (*_LEAST, *_MOST, "multipleOf"):
         value = schema.get(word)
         if isinstance(value, int) and abs(value) > MAX_NUMBER:
-            raise BadOption(f"{_at(place)} has {word} larger than a float, which cannot be followed")
+            raise Unfollowable(f"{_at(place)} has {word} larger than a float, which cannot be followed")
     if "integer" not in _types(schema):
         return
     beyond = [word for word in _LEAST if _number(schema, word) > MAX_INTEGER]
     beyond += [word for word in _MOST if _number(schema, word) < -MAX_INTEGER]
     if beyond:
-        raise BadOption(f"{_at(place)} has integers beyond 64 bits ({beyond[0]}), which cannot be followed")
+        raise Unfollowable(f"{_at(place)} has integers beyond 64 bits ({beyond[0]}), which cannot be followed")
 
 
 def _number(schema: Mapping[str, Any], word: str) -> float:
@@ -99,7 +101,7 @@ def _check_patterns(schema: Mapping[str, Any], place: tuple[str, ...]) -> None:
         sum(isinstance(part, Mapping) and "pattern" in part for part in parts) if isinstance(parts, list) else 0
     )
     if n_patterns > MAX_PATTERNS:
-        raise BadOption(f"{_at(place)} has allOf with {n_patterns} patterns; at most {MAX_PATTERNS} can be followed")
+        raise Unfollowable(f"{_at(place)} has allOf with {n_patterns} patterns; at most {MAX_PATTERNS} can be followed")
 
 
 def _types(schema: Mapping[str, Any]) -> tuple[Any, ...]:

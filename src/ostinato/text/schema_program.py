@@ -31,7 +31,7 @@ from ostinato.text.json_schema import (
     StringSchema,
     UnionSchema,
 )
-from ostinato.text.program import UNBOUNDED, Program
+from ostinato.text.program import UNBOUNDED, Program, Unfollowable
 
 _CLASSES: Final = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9a-zA-Z_]", "W": "[^0-9a-zA-Z_]"}
 _ESCAPE: Final = re.compile(r"\\(.)", re.DOTALL)
@@ -103,7 +103,7 @@ class _Writer:
 
     def _union(self, schema: UnionSchema) -> int:
         if schema.exactly_one:
-            raise BadOption("it has a oneOf whose options may overlap")
+            raise Unfollowable(f"the options of {schema.path[:200]} may overlap; use anyOf")
         scalars = [option for option in schema.options if _is_scalar(option)]
         made = [self._value(option) for option in schema.options if not _is_scalar(option)]
         if scalars:
@@ -172,7 +172,7 @@ class _Writer:
             case "literal":
                 return self._p.literal(value)
             case "part":
-                return self._p.pattern(ascii_classes(value), search=True)
+                return self._p.pattern(ascii_classes(value), search=True, written=value)
             case "format":
                 if value not in FORMATS:
                     raise BadOption(f"the format {value!r} is not supported")
@@ -230,7 +230,7 @@ class _Writer:
         """At least one optional member, at most one, or exactly one."""
         closed = isinstance(schema.additional, NoSchema) and not schema.patterns
         if low > 1 or high not in (None, 1) or not closed:
-            raise BadOption("it has minProperties or maxProperties beside optional properties")
+            raise Unfollowable("it has minProperties or maxProperties beside optional properties")
         options = []
         for chosen, (_, needed) in enumerate(members):
             if needed:
@@ -249,7 +249,7 @@ class _Writer:
         taken = [self._p.literal(_quoted(name)) for name in names]
         made, patterns = [], []
         for pattern, one in schema.patterns.items():
-            name = self._p.quoted(self._p.pattern(ascii_classes(pattern), search=True))
+            name = self._p.quoted(self._p.pattern(ascii_classes(pattern), search=True, written=pattern))
             patterns.append(name)
             value = self._value(one)
             excluded = [literal for literal, own in zip(taken, names, strict=True) if self._matches(pattern, own)]

@@ -75,7 +75,7 @@ class Compiler {
     explore(root_);
     find_users();
     mark_live();
-    if (!state(root_).live) throw Refused("no text satisfies it");
+    if (!state(root_).live) throw Malformed("no text satisfies it");
     number();
     check_returns();
     if (to_open != x_.open) return {};
@@ -673,16 +673,16 @@ int* copied(const std::vector<int>& words) {
   return made;
 }
 
-int refused(const char* why, char* error, int room) {
+int refused(const char* why, char* error, int room, int result = 1) {
   std::snprintf(error, size_t(room), "%s", why);
-  return 1;
+  return result;
 }
 
 }  // namespace
 
 extern "C" {
 
-// 0 and a new array of words, or 1 and a sentence in `error`.
+// 0 and a new array of words, or a sentence in `error` and 1, or 2 where no other compiler can take it either.
 int grammar_compile(const int* program, int words, const char* texts, int max_states, int max_words, int max_ms,
                     int max_depth, int** made, char* error, int room) {
   try {
@@ -691,6 +691,8 @@ int grammar_compile(const int* program, int words, const char* texts, int max_st
     std::vector<int> a = compiled(program, words, texts, limits);
     *made = copied(a);
     return *made ? 0 : refused("there is not enough memory", error, room);
+  } catch (const Malformed& why) {
+    return refused(why.what(), error, room, 2);
   } catch (const std::exception& why) {
     return refused(why.what(), error, room);
   }

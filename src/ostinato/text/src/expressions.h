@@ -20,6 +20,10 @@ namespace grammar {
 struct Refused : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+// What no other compiler can take either.
+struct Malformed : Refused {
+  using Refused::Refused;
+};
 // Counting repeats that cannot share a counter: compiled again without counters.
 struct CountersClash : Refused {
   CountersClash() : Refused("its bounded repeats overlap and are too large to be written out") {}

@@ -109,7 +109,7 @@ class Pattern {
   // The whole text must match; with `search`, a part of it.
   int read(bool search) {
     Tree tree = alternation(0);
-    if (at_ < text_.size()) throw Refused("a pattern has a parenthesis too many");
+    if (at_ < text_.size()) throw Malformed("a pattern has a parenthesis too many");
     bool start = false, end = false;
     int made = build(tree, true, true, search, start, end);
     if (search) {
@@ -137,7 +137,7 @@ class Pattern {
 
   int peek(size_t ahead = 0) const { return at_ + ahead < text_.size() ? text_[at_ + ahead] : -1; }
   int next() {
-    if (at_ >= text_.size()) throw Refused("a pattern ends too early");
+    if (at_ >= text_.size()) throw Malformed("a pattern ends too early");
     return text_[at_++];
   }
   bool eat(int c) {
@@ -188,9 +188,9 @@ class Pattern {
       low = number();
       high = low;
       if (eat(',')) high = peek() == '}' ? UNBOUNDED : number();
-      if (!eat('}')) throw Refused("a pattern has an open brace");
+      if (!eat('}')) throw Malformed("a pattern has an open brace");
       --at_;
-      if (high != UNBOUNDED && high < low) throw Refused("a pattern has a repeat whose bounds are reversed");
+      if (high != UNBOUNDED && high < low) throw Malformed("a pattern has a repeat whose bounds are reversed");
     } else {
       return false;
     }
@@ -206,7 +206,7 @@ class Pattern {
   }
   int number() {
     int64_t value = 0;
-    if (!(peek() >= '0' && peek() <= '9')) throw Refused("a pattern has a brace without a number");
+    if (!(peek() >= '0' && peek() <= '9')) throw Malformed("a pattern has a brace without a number");
     while (peek() >= '0' && peek() <= '9') {
       value = value * 10 + (next() - '0');
       if (value > 1000000) throw Refused("a pattern has a repeat that is too large");
@@ -239,7 +239,7 @@ class Pattern {
       case '*':
       case '+':
       case '?':
-      case '{': throw Refused("a pattern repeats nothing");
+      case '{': throw Malformed("a pattern repeats nothing");
       default: return characters(in_any_case({{c, c}}));
     }
   }
@@ -249,7 +249,7 @@ class Pattern {
     if (eat('?')) {
       if (peek() == '<' || (peek() == 'P' && peek(1) == '<')) {
         if (next() == 'P') next();
-        if (peek() == '=' || peek() == '!') throw Refused("a pattern looks around");
+        if (peek() == '=' || peek() == '!') throw Malformed("a pattern looks ahead or behind, which cannot be followed");
         std::string name;
         while (peek() != '>') name += char(next());
         next();
@@ -262,7 +262,9 @@ class Pattern {
           if (flag == '-') on = false;
           else if (flag == 's') dot_all_ = on;
           else if (flag == 'i') any_case_ = on;
-          else if (flag != 'u') throw Refused("a pattern has flags or looks around");
+          else if (flag == '=' || flag == '!') throw Malformed("a pattern looks ahead or behind, which cannot be followed");
+          else if (flag == 'm' || flag == 'x' || flag == 'U' || flag == 'R') throw Refused("a pattern has a flag that is not supported");
+          else if (flag != 'u') throw Malformed("a pattern has a flag that is not known");
         }
         if (next() == ')') return Tree();  // holds to the end of the group around it
       }
@@ -270,7 +272,7 @@ class Pattern {
     Tree inner = alternation(deep + 1);
     dot_all_ = outer;
     any_case_ = outer_case;
-    if (!eat(')')) throw Refused("a pattern has an open parenthesis");
+    if (!eat(')')) throw Malformed("a pattern has an open parenthesis");
     if (!capture) return inner;
     Tree made;
     made.kind = CAPTURE;
@@ -301,7 +303,7 @@ class Pattern {
     for (int i = 0; i < digits; ++i) {
       int c = next();
       int d = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
-      if (d < 0) throw Refused("a pattern has an escape that is not hexadecimal");
+      if (d < 0) throw Malformed("a pattern has an escape that is not hexadecimal");
       value = value * 16 + d;
     }
     return value;
@@ -324,18 +326,21 @@ class Pattern {
         if (eat('{')) {
           while (!eat('}')) {
             value = value * 16 + hex(1);
-            if (value > 0x10ffff) throw Refused("a pattern has an escape beyond Unicode");
+            if (value > 0x10ffff) throw Malformed("a pattern has an escape beyond Unicode");
           }
         } else {
           value = hex(c == 'x' ? 2 : c == 'u' ? 4 : 8);
         }
-        if (value > 0x10ffff || (value >= 0xd800 && value < 0xe000)) throw Refused("a pattern has an escape beyond Unicode");
+        if (value > 0x10ffff || (value >= 0xd800 && value < 0xe000)) throw Malformed("a pattern has an escape beyond Unicode");
         return {{value, value}};
       }
       default: break;
     }
-    bool letter = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '<' || c == '>' || c > 127;
-    if (letter) throw Refused("a pattern has an escape that is not supported");
+    if (c == 'w' || c == 'W' || c == 'd' || c == 'D' || c == 'p' || c == 'P') throw Refused("a pattern has a class of Unicode, which is not supported");
+    if (c >= '0' && c <= '9') throw Malformed("a pattern refers back to a group, which cannot be followed");
+    if (c == 'b' || c == 'B' || c == '<' || c == '>') throw Malformed("a pattern has a word boundary, which cannot be followed");
+    bool letter = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c > 127;
+    if (letter) throw Malformed("a pattern has an escape that is not known");
     return {{c, c}};
   }
   Spans set_in_brackets(int deep) {
@@ -346,6 +351,7 @@ class Pattern {
     Spans now;
     bool first = true;
     for (;; first = false) {
+      if (at_ >= text_.size()) throw Malformed("a pattern has an open bracket");
       int c = next();
       if (c == ']' && !first) break;
       if ((c == '&' || c == '-' || c == '~') && peek() == c && !(c == '-' && first)) {
@@ -369,7 +375,7 @@ class Pattern {
         int last = next();
         if (last == '[') throw Refused("a pattern has a range that ends in a class");
         Spans to = last == '\\' ? escape() : Spans{{last, last}};
-        if (to.size() != 1 || to[0].low != to[0].high || to[0].low < item[0].low) throw Refused("a pattern has a range that is reversed");
+        if (to.size() != 1 || to[0].low != to[0].high || to[0].low < item[0].low) throw Malformed("a pattern has a range that is reversed");
         item[0].high = to[0].low;
       }
       now.insert(now.end(), item.begin(), item.end());
