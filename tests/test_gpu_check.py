@@ -15,6 +15,9 @@ import torch
 from bench import gpu_check, gpu_exact, gpu_executor, gpu_frame, gpu_prompts, gpu_speed, gpu_stress
 from bench.gpu_frame import Check, Ended, Job, Outcome, Setting
 from bench.gpu_models import model_named, moved
+from ostinato.backends.cuda.backend import why_not_blocks
+from ostinato.lab.random_weights import RandomFile
+from ostinato.models.named_shapes import named_shape
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +53,23 @@ def test_an_unknown_check_is_refused_with_the_known_ones(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--device", "cpu", "--part", "stress", "--only", "speed"])
     with pytest.raises(SystemExit, match="known: allocations, calls-loop"):
         gpu_check.main()
+
+
+def test_the_commands_for_the_first_minutes_on_a_card_name_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "cards.md").read_text("utf-8")
+    commands = [line.split() for line in page.split("```text\n")[1].split("```")[0].splitlines()]
+    checks = [words[3:] for words in commands if words[:3] == ["python", "-m", "bench.gpu_check"]]
+    decodes = [words[3:] for words in commands if words[:3] == ["ostinato", "bench", "decode"]]
+    assert len(checks) + len(decodes) == len(commands) == 8
+    for words in checks:
+        monkeypatch.setattr(sys, "argv", ["gpu_check", *words, "--device", "cpu"])
+        asked = gpu_check._asked()
+        assert gpu_check._chosen(gpu_check._checks(), asked.part, asked.only)
+    for words in decodes:
+        said = dict(zip(words[::2], words[1::2], strict=True))
+        assert set(said) == {"--shape", "--type", "--mode", "--depth", "--repeats"}
+        assert why_not_blocks(named_shape(said["--shape"])) is None
+        assert RandomFile(named_shape(said["--shape"]), said["--type"]).tensors
 
 
 def test_every_proof_of_no_host_work_runs_for_both_modes_that_pace_themselves() -> None:
