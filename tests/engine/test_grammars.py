@@ -82,7 +82,7 @@ def wanted(name: str, **words: Any) -> Sampling:
     return sampling(**{"ignore_eos": False, "max_tokens": 60, **RULES[name], **words})
 
 
-@pytest.fixture(scope="module", params=["loop", "eager"])
+@pytest.fixture(scope="module", params=["loop", pytest.param("eager", marks=pytest.mark.slow)])
 def both(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
     """An engine whose loop follows grammars, and one that waits for the host's masks."""
     with grammar_engine(mode=request.param) as by_loop, grammar_engine(mode=request.param, by_host=True) as by_host:

@@ -122,6 +122,7 @@ def part_of(data: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return data if soaking() else data[::10]
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("name", REAL)
 def test_masks_over_real_schemas_are_those_of_the_oracle(
@@ -238,7 +239,7 @@ SAMPLE = [
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("number", range(0, len(SAMPLE), 1 if soaking() else 5))
+@pytest.mark.parametrize("number", range(0, len(SAMPLE), 1 if soaking() else 9))
 def test_masks_of_patterns_grammars_calls_and_reasoning_are_those_of_the_oracle(vocab_data: Path, number: int) -> None:
     words, rng = real(vocab_data, REAL[number % 2], special=16), random.Random(number)
     if not words.matcher(SAMPLE[number]).is_error():
@@ -268,14 +269,14 @@ def agrees_on(rule: Rule, seed: int) -> None:
 
 
 @pytest.mark.soak
-@settings(max_examples=soak(1500, part=12), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=soak(1500, part=40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=schemas(), seed=st.integers(0, 2**32))
 def test_masks_of_random_schemas_are_those_of_the_oracle(schema: dict[str, Any], seed: int) -> None:
     agrees(schema, seed)
 
 
 @pytest.mark.soak
-@settings(max_examples=soak(1500, part=12), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=soak(1500, part=40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=wild_schemas(), seed=st.integers(0, 2**32))
 def test_masks_of_wild_schemas_are_those_of_the_oracle(schema: dict[str, Any], seed: int) -> None:
     try:
@@ -286,7 +287,7 @@ def test_masks_of_wild_schemas_are_those_of_the_oracle(schema: dict[str, Any], s
 
 
 @pytest.mark.soak
-@settings(max_examples=soak(1000), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=soak(1000, part=25), deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=schemas(), seed=st.integers(0, 2**32))
 def test_what_an_automaton_leads_to_parses_and_validates(schema: dict[str, Any], seed: int) -> None:
     masks = GrammarMasks(of_schema(schema), tiny().trie, 512)
@@ -372,7 +373,7 @@ DEFINITIONS = {"node": NODE, "name": {"type": "string", "maxLength": 20}}
 
 
 @pytest.mark.soak
-@settings(max_examples=soak(3000, part=20), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=soak(3000, part=60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     schema=keyword_schemas(),
     draft=st.sampled_from([None, "http://json-schema.org/draft-07/schema#"]),
@@ -421,7 +422,7 @@ def patterns() -> st.SearchStrategy[str]:
 
 
 @pytest.mark.soak
-@settings(max_examples=soak(2000, part=12), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=soak(2000, part=40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(pattern=patterns(), most=st.sampled_from([None, 3, 20, 100]), inside=st.booleans(), seed=st.integers(0, 2**32))
 def test_masks_of_random_patterns_are_those_of_the_oracle(
     pattern: str, most: int | None, inside: bool, seed: int
@@ -431,7 +432,7 @@ def test_masks_of_random_patterns_are_those_of_the_oracle(
 
 
 @pytest.mark.soak
-@settings(max_examples=soak(2000, part=12), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=soak(2000, part=40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     bounds=st.dictionaries(
         st.sampled_from(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]),

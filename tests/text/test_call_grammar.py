@@ -375,8 +375,10 @@ def test_a_bare_text_is_read_as_its_schema_says(text: str, schema: Any, value: A
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("parallel", [True, False])
-@pytest.mark.parametrize(("name", "special"), CASES)
+@pytest.mark.parametrize("parallel", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "special"), [pytest.param(*case, marks=() if case[1] else pytest.mark.slow) for case in CASES]
+)
 def test_what_the_grammar_allows_is_read_and_validates(name: FormatName, parallel: bool, special: bool) -> None:
     words, how = words_of(name, special)
     masks, rng = masks_of(name, special, parallel), random.Random(7)
