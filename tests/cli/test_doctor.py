@@ -312,3 +312,11 @@ def test_what_of_a_file_fits_is_told(ostinato: RunCli, tiny: Path, tmp_path: Pat
     ran = ostinato("doctor", tmp_path / "broken.gguf")
     assert ran.code == 0
     assert "broken.gguf: " in ran.out
+
+
+def test_a_file_that_is_not_there_is_an_error_and_no_finding(ostinato: RunCli) -> None:
+    for words in ((), ("--json",)):
+        ran = ostinato("doctor", "nope.gguf", *words)
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.startswith("error: there is no file or folder 'nope.gguf'")
+        assert ran.err.count("\n") == 1

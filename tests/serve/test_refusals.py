@@ -106,7 +106,7 @@ def test_a_part_that_is_no_text_is_named_where_it_stands(server: Running) -> Non
         (CHAT, {"prompt": "x"}, "messages", "messages is missing, and it is required here; prompt is for /v1/compl"),
         ("/v1/completions", {"messages": HELLO}, "prompt", "; messages is for /v1/chat/completions"),
         ("/v1/completions", {"prompt": []}, "prompt", "at least 1 item"),
-        ("/v1/completions", {"prompt": 5}, "prompt", "valid string, or"),
+        ("/v1/completions", {"prompt": 5}, "prompt", "prompt is 5; it must be a string or a list"),
         ("/v1/completions", {"prompt": [1, "a"]}, "prompt[1]", "valid integer"),
         ("/v1/completions", {"prompt": [5, 99_999]}, "prompt", "99999 at index 1"),
         ("/v1/completions", {"prompt": ["a"] * 129}, "prompt", "129 answers"),
@@ -477,3 +477,37 @@ def test_what_is_wrong_with_a_template_is_told_without_the_servers_folders(
     assert reply.status_code == 400
     assert reply.json()["error"]["message"].startswith(told)
     assert str(tmp_path) not in reply.text
+
+
+BAD_SCHEMA: Any = {"type": "object", "properties": {"a": {"type": "text"}}}
+
+
+@pytest.mark.parametrize(
+    ("format", "param", "message"),
+    [
+        ({}, "", ' has no type; give it one, as in {"type": "text"}'),
+        ([], "", " is []; it must be an object"),
+        ({"type": 3}, "", ".type is 3; it must be one of 'text', "),
+        ({"type": "json_schema", "json_schema": 3}, ".json_schema", " is 3; it must be an object"),
+        ({"type": "json_object", "x": 1}, ".x", " is not known here; leave it out"),
+        ({"type": "choice", "choice": "a"}, ".choice", " is 'a'; it must be a list"),
+        ({"type": "grammar", "grammar": ""}, ".grammar", " is empty; leave it out, or give it at least 1 character"),
+    ],
+)
+def test_a_format_of_another_shape_is_told_in_our_words(server: Running, format: Any, param: str, message: str) -> None:
+    error = refused(server, {"messages": HELLO, "response_format": format})
+    assert error["param"] == f"response_format{param}"
+    assert error["message"].startswith(error["param"] + message)
+
+
+def test_a_forced_function_with_a_bad_schema_is_named_by_its_place_among_the_tools(server: Running) -> None:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name, schema in (("good", {"type": "object"}), ("bad", BAD_SCHEMA))
+    ]
+    for choice in ("required", {"type": "function", "function": {"name": "bad"}}):
+        error = refused(server, {"messages": HELLO, "tools": tools, "tool_choice": choice})
+        assert error["param"] == "tools[1].function.parameters"
+        assert error["message"].startswith(
+            "tools[1].function.parameters of 'bad' cannot be followed: in properties.a, 'text' is not a type"
+        )

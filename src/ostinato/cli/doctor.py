@@ -33,7 +33,7 @@ from ostinato.cli import flags
 from ostinato.cli.output import InstallHints, talk, write_columns, write_json, write_line
 from ostinato.engine.cores import allowed_processors, default_threads
 from ostinato.engine.machine import driver_version, machine_at, why_no_cuda
-from ostinato.errors import OstinatoError
+from ostinato.errors import OstinatoError, UnknownName
 from ostinato.extras import PACKAGES, missing
 from ostinato.files import store
 from ostinato.files.fetch import megabytes
@@ -240,7 +240,9 @@ def _plan(model: str | None) -> dict[str, Any]:
                 "model": name,
                 "plan": plan_facts(planned(checkpoint, read_shape(checkpoint), LoadOptions())),
             }
-    except (OstinatoError, ImportError) as error:  # doctor reports and refuses nothing
+    except UnknownName:  # no such model or file: nothing of it can be told
+        raise
+    except (OstinatoError, ImportError) as error:  # whatever else is wrong with it is a finding
         return none if model is None else {**none, "plan_reason": str(error)}
 
 

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ostinato import __version__
-from ostinato.errors import OstinatoError
+from ostinato.errors import OstinatoError, quoted
 from ostinato.serve.body import ForwardRequest, forwarding_route, route_with
 from ostinato.serve.chat import chat
 from ostinato.serve.completions import complete
@@ -488,10 +488,19 @@ def invalid_body(found: Sequence[Mapping[str, Any]]) -> Refusal:
     if plain := _in_plain_words(worst, param):
         return Refusal(400, plain, param=param)
     alike = [one for one in found if _place(one["loc"]) == param and _is_no_branch(one)]
-    messages = [one["msg"] for one in alike] if worst in alike else [worst["msg"]]
+    about = alike if worst in alike else [worst]
+    if all(one["type"] in _MUST_BE for one in about):
+        wanted = " or ".join(dict.fromkeys(_MUST_BE[one["type"]] for one in about))
+        given = "null" if worst["input"] is None else quoted(worst["input"])
+        return Refusal(400, f"{param} is {given}; it must be {wanted}", param=param)
+    messages = [one["msg"] for one in about]
     return Refusal(400, f"{param}: {', or '.join(dict.fromkeys(messages))}", param=param)
 
 
+_MUST_BE: Final = {
+    **dict.fromkeys(("model_attributes_type", "model_type", "dict_type"), "an object"),
+    **{"string_type": "a string", "list_type": "a list", "bool_type": "true or false"},
+}
 _PART_TYPE: Final = re.compile(r"(messages|input)\[\d+\]\.(content|output)\[\d+\]\.type")
 _SENT_TO: Final = {"messages": ("prompt", "/v1/completions"), "prompt": ("messages", "/v1/chat/completions")}
 
@@ -506,6 +515,15 @@ def _in_plain_words(error: Mapping[str, Any], param: str) -> str | None:
             return f"{param} is missing, and it is required here{hint}"
         case "too_short" if given == []:
             return f"{param} is empty; give it at least 1 item"
+        case "union_tag_not_found":
+            return f'{param} has no type; give it one, as in {{"type": "text"}}'
+        case "union_tag_invalid":
+            found = quoted(given.get("type"))
+            return f"{param}.type is {found}; it must be one of {error['ctx']['expected_tags']}"
+        case "extra_forbidden" if "." in param:
+            return f"{param} is not known here; leave it out"
+        case "string_too_short" if given == "":
+            return f"{param} is empty; leave it out, or give it at least 1 character"
         case "literal_error" if _PART_TYPE.fullmatch(param):
             why = "this model reads no images" if "image" in str(given) else "only text parts are supported"
             return f"{param} is {str(given)[:100]!r}; {why}"

@@ -218,13 +218,12 @@ def _followable_text(schema: str) -> str:
         raise BadOption("it is nested too deep") from None
 
 
-def compact(schema: Mapping[str, Any], name: str = "this schema") -> dict[str, Any]:
-    """A schema for a place inside of a grammar, without free blanks; BadOption, with its name, if it cannot be
-    followed."""
+def compact(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema for a place inside of a grammar, without free blanks; BadOption if it cannot be followed."""
     try:
         return {**followable(schema), "x-guidance": COMPACT}
     except BadOption as error:
-        raise BadOption(f"{name} cannot be followed: {error}") from None
+        raise BadOption(f"this schema cannot be followed: {error}") from None
 
 
 def as_lark(rule: Rule) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias
 
-from ostinato.errors import BadInput, BadOption, quoted
+from ostinato.errors import BadInput, BadOption, HardwareCannot, quoted
 from ostinato.options import Rule
 from ostinato.text import block_calls, call_grammar, channels
 from ostinato.text.answer import Parser
@@ -25,6 +25,7 @@ from ostinato.text.block_calls import GEMMA_MARKERS, PYTHON_MARKERS, BlockCalls,
 from ostinato.text.call_parser import JsonCalls
 from ostinato.text.grammar import compact, literal, with_control_tokens
 from ostinato.text.literals import GEMMA_QUOTE
+from ostinato.text.program import Unfollowable
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tokenizer import Tokenizer
 
@@ -245,6 +246,11 @@ class ToolFormat:
         if choice == "none" or (choice == "auto" and schema is None):
             return None
         callable_now = [choice] if isinstance(choice, Tool) else list(tools)
+        for number, tool in enumerate(tools):
+            refused = _refused(json.dumps(_closed(tool.parameters))) if tool in callable_now else None
+            if isinstance(refused, Unfollowable):
+                where = f"tools[{number}].function.parameters of {tool.name!r}"
+                raise BadOption(f"{where} cannot be followed: {refused}")
         several = parallel and not isinstance(choice, Tool) and not _SHAPES[self.name].single
         lines = self._call_rules(_SHAPES[self.name], callable_now, several=several)
         if choice == "auto":
@@ -297,11 +303,10 @@ class ToolFormat:
         for number, tool in enumerate(tools):
             begin = self._text(shape.begin.replace("NAME", tool.name))
             rules.append(f"call_{number}: {begin} args_{number} {self._text(shape.end)}".rstrip())
-            name = f"tools[{number}].function.parameters of {tool.name!r}"
-            if loose or (any_object and not _can_be_followed(json.dumps(_closed(tool.parameters)))):
+            if loose or (any_object and _refused(json.dumps(_closed(tool.parameters))) is not None):
                 schema = _json({"type": "object"})
             else:
-                schema = _json(_closed(tool.parameters), name)
+                schema = _json(_closed(tool.parameters))
             rules.append(f"args_{number}: %json {schema}")
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
         more = f"({self._text(shape.between)} call)*" if several else ""
@@ -599,19 +604,19 @@ def _closed(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache(MAX_TOOLS * 4)
-def _can_be_followed(schema: str) -> bool:
-    """Whether our compiler takes a schema; clients send the same tools with every turn of a conversation."""
+def _refused(schema: str) -> BadOption | HardwareCannot | None:
+    """Why our compiler does not take a schema; clients send the same tools with every turn of a conversation."""
     from ostinato.text.automaton import of_rule
 
     try:
         of_rule(Rule("schema", schema))
-    except BadOption:
-        return False
-    return True
+    except (BadOption, HardwareCannot) as error:
+        return error.with_traceback(None)
+    return None
 
 
-def _json(schema: Mapping[str, Any], name: str = "this schema") -> str:
-    return json.dumps(compact(schema, name), ensure_ascii=False)
+def _json(schema: Mapping[str, Any]) -> str:
+    return json.dumps(compact(schema), ensure_ascii=False)
 
 
 # Ids
