@@ -16,7 +16,7 @@ from urllib.parse import unquote, urljoin
 from ostinato.errors import BadOption, quoted
 from ostinato.text.json_numbers import NumberSchema, decimal_of, least_common_multiple
 from ostinato.text.program import TOOK_TOO_LONG, TookTooLong, Unfollowable
-from ostinato.text.schema import MAX_NUMBER
+from ostinato.text.schema import MAX_NUMBER, place_name
 
 MAX_SIZE: Final = 50_000
 MAX_MS: Final = 500
@@ -184,7 +184,7 @@ class Reader:
         except TookTooLong:
             raise
         except BadOption as error:
-            raise type(error)(f"in {'.'.join(self._path)[:200]}, {error}" if self._path else str(error)) from None
+            raise type(error)(f"in {place_name(self._path)}, {error}" if self._path else str(error)) from None
 
     def property_schema(self, object: ObjectSchema, name: str) -> Schema:
         found = object.properties.get(name)
@@ -250,7 +250,7 @@ class Reader:
                 options = tuple(
                     self._resource(one, place, word, str(number)) for number, one in enumerate(_list(value, word))
                 )
-                return self._merged(result, UnionSchema(options, word == "oneOf", ".".join((*self._path, word))))
+                return self._merged(result, UnionSchema(options, word == "oneOf", place_name((*self._path, word))))
         if not isinstance(value, str):
             raise Unfollowable("$ref must be a text")
         uri = place.base + value if value.startswith("#") else _joined(place.base, value)

@@ -72,7 +72,7 @@ def lark_node(
     try:
         return _LarkReader(program, _tokens(text), json_node, others).root()
     except RecursionError:
-        raise BadOption("its rules refer to one another too deep") from None
+        raise Unfollowable("its rules refer to one another too deep") from None  # llguidance may take half a minute
     except BadOption as error:
         raise error if written else type(error)(_WHERE.sub("the grammar", str(error))) from None
 

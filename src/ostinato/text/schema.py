@@ -123,4 +123,14 @@ def _inner(word: str, value: Any, place: tuple[str, ...]) -> Any:
 
 
 def _at(place: tuple[str, ...]) -> str:
-    return ".".join(place)[:200] or "it"
+    return place_name(place) or "it"
+
+
+def place_name(place: tuple[str, ...]) -> str:
+    r"""A place in a schema for a message: one line, of printable characters.
+
+    >>> place_name(("properties", "a\n", "items"))
+    'properties.a\\n.items'
+    """
+    text = ".".join(place)[:200]
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

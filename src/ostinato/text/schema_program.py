@@ -103,7 +103,7 @@ class _Writer:
 
     def _union(self, schema: UnionSchema) -> int:
         if schema.exactly_one:
-            raise Unfollowable(f"the options of {schema.path[:200]} may overlap; use anyOf")
+            raise Unfollowable(f"the options of {schema.path} may overlap; use anyOf")
         scalars = [option for option in schema.options if _is_scalar(option)]
         made = [self._value(option) for option in schema.options if not _is_scalar(option)]
         if scalars:
