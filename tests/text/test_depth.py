@@ -32,7 +32,7 @@ Place: TypeAlias = tuple[int, int, tuple[tuple[int, int], ...]]  # state, counte
 
 
 class SlowWalk:
-    """Reads the words of an automaton as docs/structured.md tells them, with a stack of its own size."""
+    """Reads the words of an automaton as docs/automata.md tells them, with a stack of its own size."""
 
     def __init__(self, made: Automaton, most_calls: int) -> None:
         self._a, self._most = [int(word) for word in made.words], most_calls

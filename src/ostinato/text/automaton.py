@@ -1,7 +1,7 @@
 """Automata: a grammar compiled once, and the tokens that may come next at any position in it.
 
 The compiler and the walk are C++ (`src/automaton.cpp`, `walk/grammar_walk.h`); here they are opened and given Python's
-names. `BadOption` says what the compiler cannot take. The layout of an automaton is told in docs/structured.md.
+names. `BadOption` says what the compiler cannot take. The layout of an automaton is told in docs/automata.md.
 """
 
 from __future__ import annotations

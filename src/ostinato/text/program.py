@@ -1,6 +1,6 @@
 """Programs of the grammar compiler: expressions over bytes, calls and special tokens, as words that C++ reads.
 
-A node is named by its number; equal nodes are one. What an expression means is told in docs/structured.md; nothing here
+A node is named by its number; equal nodes are one. What an expression means is told in docs/automata.md; nothing here
 knows JSON. `automaton.py` hands a program to the compiler.
 """
 
