@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -68,6 +69,16 @@ def test_the_plain_output_is_the_text_and_a_newline_and_timings_go_to_stderr(ost
     assert "tok/s" in ran.err
     assert "first token after" in ran.err
     assert "loaded in" in ran.err
+
+
+def test_the_last_line_names_the_seed_that_repeats_a_sampled_run(ostinato: RunCli, tiny: Path) -> None:
+    words = ("run", "--model", tiny, "--max-tokens", "8", "hello", "--temperature")
+    first = ostinato(*words, "1")
+    seed = re.search(r"; seed (\d+), loaded in", first.err)
+    assert seed is not None
+    assert ostinato(*words, "1", "--seed", seed[1]).out == first.out
+    assert "seed" not in ostinato(*words, "0").err
+    assert "; seed 7, loaded in" in ostinato(*words, "0", "--seed", "7").err
 
 
 def test_a_safetensors_folder_runs_like_the_file(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from ostinato.cli.loading import opened
 from ostinato.cli.output import AnswerWriter, talk, write, write_json
 from ostinato.errors import BadInput, BadOption
 from ostinato.files.store import DEFAULT, is_model
+from ostinato.options import Sampling
 
 if TYPE_CHECKING:
     from ostinato.llm import LLM, Completion, Piece
@@ -58,7 +59,7 @@ def run(
         conversation = Conversation.at(state, llm, raw)
         pieces = conversation.ask(llm, text, system, sampling)
         if not as_json:
-            completion = _answer(llm, pieces)
+            completion = _answer(llm, pieces, sampling)
         else:
             completion = next(piece.completion for piece in pieces if piece.completion is not None)
             write_json(as_record(llm, completion))
@@ -82,7 +83,7 @@ def _prompt(argument: str | None, file: Path | None, raw: bool) -> str:
     return text
 
 
-def _answer(llm: LLM, pieces: Iterator[Piece]) -> Completion | None:
+def _answer(llm: LLM, pieces: Iterator[Piece], sampling: Sampling) -> Completion | None:
     completion: Completion | None = None
     n_tokens, writer = 0, AnswerWriter()
     try:
@@ -96,7 +97,8 @@ def _answer(llm: LLM, pieces: Iterator[Piece]) -> Completion | None:
         raise typer.Exit(130) from None
     writer.end()
     if completion is not None:
-        talk(timings_line(llm, completion))
+        sampled = sampling.seed is not None or bool(sampling.over(llm.defaults).temperature)
+        talk(timings_line(llm, completion, with_seed=sampled))
     return completion
 
 
@@ -118,16 +120,17 @@ def as_record(llm: LLM, completion: Completion) -> dict[str, Any]:
     }
 
 
-def timings_line(llm: LLM, completion: Completion) -> str:
-    """The summary of a run in one line."""
+def timings_line(llm: LLM, completion: Completion, *, with_seed: bool) -> str:
+    """The summary of a run in one line; the seed repeats a run whose tokens were sampled."""
     timings = completion.timings
     n_prompt, n_new = len(completion.prompt_ids), len(completion.token_ids)
     n_computed = n_prompt - completion.cached_tokens
     prefill_rate = f" at {n_computed / timings.prefill_s:.0f} tok/s" if timings.prefill_s else ""
     cached = f" ({completion.cached_tokens} cached)" if completion.cached_tokens else ""
     decode_rate = f" at {timings.decode_tok_s:.1f} tok/s" if timings.decode_tok_s else ""
+    seed = f"seed {completion.seed}, " if with_seed else ""
     return (
         f"[{llm.name} on {llm.device}, {llm.mode}: prompt {n_prompt} tokens{cached}{prefill_rate}, "
         f"first token after {timings.first_token_s:.2f} s, {n_new} tokens{decode_rate}, "
-        f"ended by {completion.finish_reason}; loaded in {timings.load_s:.1f} s]"
+        f"ended by {completion.finish_reason}; {seed}loaded in {timings.load_s:.1f} s]"
     )
