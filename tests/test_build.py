@@ -3,11 +3,13 @@
 import ctypes
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from ostinato import build
 from ostinato.backends.cuda.start import source
@@ -201,7 +203,7 @@ def test_a_library_that_cannot_be_kept_lasts_for_the_process_and_names_the_folde
     (home / "kernels").write_text("a file where the folder should be")
     said: list[str] = []
     for _ in range(2):
-        path = build.shared_object(LIBRARY, "two.cpp", headers=HEADERS, not_kept=said.append)
+        path = build.shared_object(LIBRARY, "two.cpp", headers=HEADERS, talk=said.append)
         assert ctypes.CDLL(str(path)).two() == 2
     assert by_cxx == ["two.cpp"]
     (sentence,) = said
@@ -262,14 +264,84 @@ def test_a_machine_without_a_compiler_is_told_what_to_do(
         build.shared_object(LIBRARY, "two.cpp")
 
 
+SLOW_CXX = """#!/bin/sh
+case " $* " in *" -c "*) echo >> {log}; sleep {seconds};; esac
+exec {real} "$@"
+"""
+PROGRAM = f"""
+from ostinato import build
+said = []
+path = build.shared_object({LIBRARY!r}, "two.cpp", headers={HEADERS!r}, talk=said.append)
+print(path, said)
+"""
+
+
+@pytest.fixture
+def slow_cxx(by_cxx: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[float], Path]:
+    """A compiler that takes its time, and writes a line to a file for each translation unit."""
+
+    (real,), log, slow = build.cxx().command, tmp_path / "log", tmp_path / "slow-cxx"
+
+    def make(seconds: float) -> Path:
+        slow.write_text(SLOW_CXX.format(log=log, seconds=seconds, real=real))
+        slow.chmod(0o755)
+        monkeypatch.setenv("CXX", str(slow))
+        return log
+
+    return make
+
+
+def started() -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
+
+
 @pytest.mark.slow
-def test_two_processes_at_once_leave_one_whole_file(by_cxx: list[str], home: Path) -> None:
-    program = f"from ostinato import build; print(build.shared_object({LIBRARY!r}, 'two.cpp', headers={HEADERS!r}))"
-    running = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    for process in running:
-        path, _ = process.communicate(timeout=60)
-        assert ctypes.CDLL(path.strip()).two() == 2
+def test_of_two_processes_at_once_one_compiles_and_the_other_waits(
+    slow_cxx: Callable[[float], Path], home: Path
+) -> None:
+    log = slow_cxx(1)
+    with started() as one, started() as other:
+        outputs = [process.communicate(timeout=60)[0] for process in (one, other)]
+    assert log.read_text() == "\n"
+    assert [ctypes.CDLL(text.split()[0]).two() for text in outputs] == [2, 2]
+    assert sum("waiting for another process that compiles two.cpp" in text for text in outputs) == 1
     assert {path.suffix for path in (home / "kernels").iterdir()} == {".so"}
+
+
+@pytest.mark.slow
+def test_a_process_that_was_killed_while_it_compiled_blocks_no_other(slow_cxx: Callable[[float], Path]) -> None:
+    log = slow_cxx(30)
+    with started() as killed:
+        while not log.exists():
+            time.sleep(0.01)
+        killed.kill()
+    slow_cxx(0)
+    began = time.monotonic()
+    with started() as process:
+        path = process.communicate(timeout=60)[0].split()[0]
+    assert ctypes.CDLL(path).two() == 2
+    assert time.monotonic() - began < 20
+
+
+def test_after_its_deadline_a_process_compiles_for_itself(
+    by_cxx: list[str], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "COMPILE_LOCK_S", 0.1)
+    locked: list[FileLock] = []
+    acquire = FileLock.acquire
+
+    def held(self: FileLock, *args: Any, **words: Any) -> Any:  # as if another process were compiling
+        if not locked:
+            locked.append(FileLock(self.lock_file))
+            acquire(locked[0])
+        return acquire(self, *args, **words)
+
+    monkeypatch.setattr(FileLock, "acquire", held)
+    said: list[str] = []
+    path = build.shared_object(LIBRARY, "two.cpp", headers=HEADERS, talk=said.append)
+    locked[0].release()
+    assert ctypes.CDLL(str(path)).two() == 2
+    assert said == ["waiting for another process that compiles two.cpp"]
 
 
 def test_a_chip_that_is_newer_than_nvrtc_is_refused_with_what_to_install(by_nvrtc: list[str]) -> None:

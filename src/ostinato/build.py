@@ -16,8 +16,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import sha256
@@ -30,6 +30,7 @@ from ostinato.errors import HardwareCannot, InternalError
 from ostinato.extras import gpu_install_command, install_command
 from ostinato.files import store
 
+COMPILE_LOCK_S: Final = 300.0  # zig needs a minute on two cores
 CXX_FLAGS: Final = ("-std=c++17", "-O2", "-Wall", "-Wextra")
 
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
@@ -104,14 +105,15 @@ def shared_object(
     flags: Sequence[str] = CXX_FLAGS,
     zig_flags: Sequence[str] | None = None,
     before_compiling: Callable[[Cxx], None] = lambda _: None,
-    not_kept: Callable[[str], None] = lambda _: None,
+    talk: Callable[[str], None] = lambda _: None,
 ) -> Path:
     """C++ source as a library to be opened with ctypes, by $CXX, the first of c++, g++ and clang++, or zig.
 
     `beside` are further translation units by name, compiled at the same time; `zig_flags` are for zig, where it needs
-    others. `before_compiling` is called if nothing is cached and the caller must wait. Where the cache cannot be
-    written, `not_kept` gets a sentence, and the library lasts as long as this process. Raises InternalError with the
-    compiler's log, the same each time, and HardwareCannot if there is no compiler.
+    others. `before_compiling` is called if nothing is cached and the caller must wait. Of several processes one
+    compiles, and `talk` tells the others that they wait. Where the cache cannot be written, `talk` gets a sentence, and
+    the library lasts as long as this process. Raises InternalError with the compiler's log, the same each time, and
+    HardwareCannot if there is no compiler.
     """
     compiler = cxx()
     options = _options(compiler, flags, zig_flags)
@@ -120,18 +122,21 @@ def shared_object(
         kept = _find(key, "so") or _temporary.get(key)
         if kept is not None:
             return kept
-        what = f"{name} with {compiler.name}"
-        if key not in _failed:
-            before_compiling(compiler)
-        binary = _once(key, what, lambda: _run_cxx(compiler, source, name, headers, options, beside))
-        try:
-            return _keep(binary, key, "so")
-        except OSError as error:
-            not_kept(
-                f"the compiled {name} cannot be kept in {_folder()} ({error.strerror or error}), so every start "
-                "compiles it again; set OSTINATO_HOME to another folder"
-            )
-            return _keep_for_now(binary, key, name)
+        with _one_process(key, lambda: talk(f"waiting for another process that compiles {name}")):
+            if (kept := _find(key, "so")) is not None:
+                return kept
+            what = f"{name} with {compiler.name}"
+            if key not in _failed:
+                before_compiling(compiler)
+            binary = _once(key, what, lambda: _run_cxx(compiler, source, name, headers, options, beside))
+            try:
+                return _keep(binary, key, "so")
+            except OSError as error:
+                talk(
+                    f"the compiled {name} cannot be kept in {_folder()} ({error.strerror or error}), so every start "
+                    "compiles it again; set OSTINATO_HOME to another folder"
+                )
+                return _keep_for_now(binary, key, name)
 
 
 def kept_object(
@@ -216,6 +221,26 @@ def _once(key: str, what: str, compiled: Callable[[], bytes]) -> bytes:
         except _Refused as refused:
             _failed[key] = f"{what} does not compile:\n{refused}"
     raise InternalError(_failed[key])
+
+
+@contextmanager
+def _one_process(key: str, waiting: Callable[[], None]) -> Iterator[None]:
+    """One process compiles a source while others wait for its result. The lock ends with its process; where there can
+    be none, and after COMPILE_LOCK_S, each process compiles for itself."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(store.home() / "locks" / f"compile-{key[:16]}.lock")
+    with suppress(OSError, NotImplementedError):  # a folder that cannot be written, a deadline, a system without locks
+        Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            waiting()
+            lock.acquire(timeout=COMPILE_LOCK_S)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _folder() -> Path:

@@ -201,7 +201,7 @@ def _compiled(level: Level, extra: tuple[str, ...], talk: Talk | None) -> Path:
     def report(compiler: build.Cxx) -> None:
         said(f"compiling the CPU loop, once: about {ZIG_COMPILE_S if compiler.is_zig else COMPILE_S} s")
 
-    return build.shared_object(**_inputs(FOLDERS, level, extra), before_compiling=report, not_kept=said)
+    return build.shared_object(**_inputs(FOLDERS, level, extra), before_compiling=report, talk=said)
 
 
 class _Inputs(TypedDict):
