@@ -293,25 +293,65 @@ class SamplingNumber:
 
 
 SAMPLING_NUMBERS = (
-    SamplingNumber("temperature", 0.0, 0, 100, "0 is greedy.", "temperature", key="temp"),
+    SamplingNumber("temperature", 0.0, 0, 100, "Temperature of sampling; 0 is greedy.", "temperature", key="temp"),
     SamplingNumber(
-        "top_k", 0, 0, math.inf, "Of the N likeliest; 0 is off.", "top_k", "int32", key="top_k", remark=" (0 is off)"
+        "top_k",
+        0,
+        0,
+        math.inf,
+        "Sample from the N most likely tokens; 0 is off.",
+        "top_k",
+        "int32",
+        key="top_k",
+        remark=" (0 is off)",
     ),
-    SamplingNumber("top_p", 1.0, 0, 1, "Of the likeliest that make up X; 1 is off.", "top_p", key="top_p"),
-    SamplingNumber("min_p", 0.0, 0, 1, "At least X times as likely as the likeliest; 0 is off.", "min_p", key="min_p"),
+    SamplingNumber(
+        "top_p",
+        1.0,
+        0,
+        1,
+        "Sample from the most likely tokens that together have probability X; 1 is off.",
+        "top_p",
+        key="top_p",
+    ),
+    SamplingNumber(
+        "min_p",
+        0.0,
+        0,
+        1,
+        "Sample from tokens at least X times as likely as the most likely one; 0 is off.",
+        "min_p",
+        key="min_p",
+    ),
     SamplingNumber(
         "repetition_penalty",
         neutral=1.0,
         low=0.01,
         high=100,
-        help="1 is off.",
+        help="Divide the logits of tokens that were there before; 1 is off.",
         field="repetition",
         key="penalty_repeat",
         penalises=True,
         remark=" (1 is off)",
     ),
-    SamplingNumber("presence_penalty", 0.0, -100, 100, "0 is off.", "presence", penalises=True),
-    SamplingNumber("frequency_penalty", 0.0, -100, 100, "0 is off.", "frequency", penalises=True),
+    SamplingNumber(
+        "presence_penalty",
+        0.0,
+        -100,
+        100,
+        "Subtract X from the logits of tokens in the answer; 0 is off.",
+        "presence",
+        penalises=True,
+    ),
+    SamplingNumber(
+        "frequency_penalty",
+        0.0,
+        -100,
+        100,
+        "Subtract X as often as the answer has the token; 0 is off.",
+        "frequency",
+        penalises=True,
+    ),
 )
 
 

@@ -73,9 +73,28 @@ def test_help_shows_words_and_no_types(ostinato: RunCli) -> None:
     """Python's types would stand there as `<bool>` or `<int range>`; a flag has no value."""
     pages = {" ".join(verb): ostinato(*verb, "--help").out for verb in verbs_of(get_command(cli.app()))}
     assert [verb for verb, page in pages.items() if re.search(r"<\w", page)] == []
-    assert re.search(r"--raw +The prompt", pages["run"])
+    assert re.search(r"--raw +Pass the prompt", pages["run"])
     assert re.search(r"--kv-type +f32\|bf16", pages["run"])
     assert re.search(r"--repeats +N ", pages["bench decode"])
+
+
+def test_every_page_of_help_fits_80_columns_without_a_broken_word(
+    ostinato: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    program = cast(TyperGroup, get_command(cli.app()))
+    for path in ((), *verbs_of(program)):
+        command: Any = program
+        for name in path:
+            command = command.commands[name]
+        page = ostinato(*path, "--help").out
+        assert max(map(len, page.splitlines())) <= 80, path
+        shown = set(re.split(r"[\s│]+", page))
+        for one in command.params:
+            if getattr(one, "hidden", False):
+                continue
+            words = [*one.opts, *(getattr(one, "help", None) or "").split(), *(one.metavar or "").split()]
+            assert [word for word in words if one.opts[0].startswith("-") and word not in shown] == [], path
 
 
 def verbs_of(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

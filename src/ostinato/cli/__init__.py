@@ -32,23 +32,23 @@ _VERBS: Final = {
     "tokenize": ("texts", "Show the tokens of a text."),
     "score": (
         "texts",
-        "How well a model predicts a text: tokens, negative log-likelihood, perplexity; teacher forced.",
+        "Measure how well a model predicts a text: tokens, negative log-likelihood, perplexity; teacher forced.",
     ),
     "embed": (
         "texts",
-        "One vector per text, from the model's last hidden states; with --pooling rank, a ranking model's scores.",
+        "Compute one vector per text from the last hidden states; with --pooling rank, a ranking model's scores.",
     ),
     "inspect": (
         "inspect",
         "Describe a model: architecture, sizes, tensors, tokenizer, template, memory. Reads no weights.",
     ),
-    "pull": ("models", "Fetch a model, or check the one that is here, and print where it lies."),
-    "models": ("models", "List the models that are here and the names that can be pulled."),
+    "pull": ("models", "Fetch a model, or check the copy that is here, and print its path."),
+    "models": ("models", "List the models on this machine and the names that can be pulled."),
     "rm": ("models", "Remove a model that was pulled."),
-    "doctor": ("doctor", "Say what this machine can run, and why not the rest."),
+    "doctor": ("doctor", "Report what this machine can run, and why it cannot run the rest."),
     "verify": ("verify", "Compare the modes that can run here, buffer by buffer, and the weights with the file."),
-    "bench": ("bench_serve", "Measure this machine."),
-    "scale": ("scale", "Beyond one machine: what a load needs."),
+    "bench": ("bench_serve", "Measure this machine or a server."),
+    "scale": ("scale", "Plan how many engines a load needs."),
     "lab": ("lab", "Measure launch overhead: kernels one by one, graphs, loops and persistent kernels."),
 }
 

@@ -34,20 +34,20 @@ _SCALE: Final = "Beyond this process"
 @flags.verb
 def batch(
     *,
-    requests: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests, one a line.")],
+    requests: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests, one per line.")],
     results: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Results; an unfinished file is continued.")],
     model: flags.Model = DEFAULT,
-    alias: Annotated[str | None, Flag("What the requests call the model.", "NAME")] = None,
-    replicas: Annotated[int | None, Flag("Engines, through Ray Data.", "N", panel=_SCALE, min=1)] = None,
-    ray_address: Annotated[str | None, Flag("A cluster to join.", "ADDRESS", panel=_SCALE)] = None,
+    alias: Annotated[str | None, Flag("The model's name in the requests.", "NAME")] = None,
+    replicas: Annotated[int | None, Flag("Number of engines, through Ray Data.", "N", panel=_SCALE, min=1)] = None,
+    ray_address: Annotated[str | None, Flag("Ray cluster to join.", "ADDRESS", panel=_SCALE)] = None,
     load: flags.ToBatch,
     as_json: flags.Json = False,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
-    Every line gets exactly one result, in the order of completion. After an interruption, run the same command
-    again: it answers the lines that have no result. The exit code is 0 once every line has a result, also where that
-    is a refusal or says that the line is invalid: the last line on standard error and --json count them.
+    Every line gets exactly one result, written in the order of completion. After an interruption, run the same command
+    again: it answers the lines that have no result. The exit code is 0 once every line has a result, even if that is
+    a refusal or says that the line is invalid; the last line on standard error and --json count them.
     """
     if replicas is not None or ray_address is not None:
         check_extra("scale", "a batch on several engines")

@@ -37,13 +37,14 @@ if TYPE_CHECKING:
 
 MOST_BATCH: Final = 64
 ALL: Final = "all"
+_MEASURED: Final = "What to measure"
 
 bench = Verbs()
 
 
 @bench.callback()
 def _bench(context: typer.Context, verbose: flags.Verbose = False) -> None:
-    """Measure this machine."""
+    """Measure this machine or a server."""
     show_help(context)
 
 
@@ -72,27 +73,34 @@ def decode(
     *,
     model: Annotated[str | None, flags.ModelFlags()] = None,
     shape: Annotated[
-        str | None, Flag("No file, random weights: llama-1b, llama-8b, smollm2-135m, mamba2-1.3b, tiny.", "NAME")
+        str | None,
+        Flag("Random weights instead of a file: llama-1b, llama-8b, smollm2-135m, mamba2-1.3b, tiny.", "NAME"),
     ] = None,
     type: Annotated[
-        str | None, Flag("Random weights as this; by default what --dtype would be.", "f32|f16|bf16|q8_0|q4_k_m|...")
+        str | None,
+        Flag("Type of random weights: f32, f16, bf16, q8_0, q4_k_m, ...; by default that of --dtype.", "TYPE"),
     ] = None,
-    mode: Annotated[str, Flag(f"{','.join(MODES)}; or all.", "LIST", autocompletion=flags.among(ALL, *MODES))] = ALL,
-    batch: Annotated[str, Flag("Sequences at once.", "LIST")] = "1",
-    n_gen: Annotated[str, Flag("Tokens to generate (tg); 0 leaves it out.", "LIST")] = "128",
-    n_prompt: Annotated[str, Flag("Tokens of a prompt (pp); 0 leaves it out.", "LIST")] = "512",
-    depth: Annotated[str, Flag("Positions in memory before that.", "LIST")] = "0",
-    repeats: Annotated[int, Flag("Runs of each, after one to warm up.", "N", min=1)] = 5,
-    profile: Annotated[bool, Flag("Also the time of each kind of node; on a CPU, eager's alone.")] = False,
+    mode: Annotated[
+        str,
+        Flag(f"Modes: {', '.join(MODES)}; or all.", "LIST", panel=_MEASURED, autocompletion=flags.among(ALL, *MODES)),
+    ] = ALL,
+    batch: Annotated[str, Flag("Sequences at once.", "LIST", panel=_MEASURED)] = "1",
+    n_gen: Annotated[str, Flag("Tokens to generate (tg); 0 skips this.", "LIST", panel=_MEASURED)] = "128",
+    n_prompt: Annotated[str, Flag("Tokens of a prompt (pp); 0 skips this.", "LIST", panel=_MEASURED)] = "512",
+    depth: Annotated[str, Flag("Positions that the context holds before (d).", "LIST", panel=_MEASURED)] = "0",
+    repeats: Annotated[int, Flag("Runs of each measurement, after one warm-up.", "N", min=1, panel=_MEASURED)] = 5,
+    profile: Annotated[
+        bool, Flag("Also measure the time of each kind of node; on a CPU only in eager.", panel=_MEASURED)
+    ] = False,
     plot: Annotated[Path | None, Flag("Draw a bar chart (needs the extra `lab`).", "FILE.png")] = None,
     load: flags.ToMeasure,
     as_json: flags.Json = False,
 ) -> None:
-    """Tokens per second of decoding, mode by mode, beside the limit of this machine's memory.
+    """Measure tokens per second of decoding, mode by mode, beside the limit of this machine's memory.
 
-    The limit of generation is how often per second all weights can be read from memory. Lists cross: `--mode
-    eager,graph,loop --batch 1,4,16 --depth 0,500`. In the terms of llama-bench: pp is a prompt, tg is generation, d is
-    depth. Ends with one line of JSON.
+    The limit of generation is how often per second all weights can be read from memory. Lists are combined: `--mode
+    eager,graph,loop --batch 1,4,16 --depth 0,500` measures all of them. In the terms of llama-bench: pp is a prompt, tg
+    is generation, d is depth. Ends with one line of JSON.
     """
     if model is not None and shape is not None:
         raise BadInput(f"--model {model} and --shape {shape} are two models; give one of them")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
@@ -26,28 +26,41 @@ from ostinato.errors import BadInput, BadOption
 if TYPE_CHECKING:
     from ostinato.serve.load import Lengths, Load, LoadReport, Outcome
 
+_LOAD: Final = "Load"
+
 
 @bench.command("serve")
 @flags.verb
 def serve_load(
-    url: Annotated[str, typer.Argument(metavar="URL", help="The server.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, Flag("What to call the model.", "NAME")] = None,
-    endpoint: Annotated[Literal["chat", "completions"], Flag("Which of the two to ask.")] = "chat",
-    requests: Annotated[int, Flag("Requests in all.", "N", min=1)] = 64,
-    concurrency: Annotated[int | None, Flag("Clients at once; 8 unless --rate.", "N", min=1)] = None,
-    rate: Annotated[float | None, Flag("Arrivals per second, at random times.", "X")] = None,
-    prompt_words: Annotated[str, Flag("Words of a prompt, about a token each.", "N[-N]")] = "64",
-    max_tokens: Annotated[str, Flag("Tokens of an answer.", "N[-N]")] = "64",
-    stream: Annotated[bool, Flag("Token by token, or at the end.", name="--stream/--no-stream")] = True,
-    ignore_eos: Annotated[bool, Flag("Generate all tokens of every answer.", name="--ignore-eos/--keep-eos")] = True,
+    url: Annotated[str, typer.Argument(metavar="URL", help="Address of the server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, Flag("Name of the model in requests; by default none is sent.", "NAME")] = None,
+    endpoint: Annotated[Literal["chat", "completions"], Flag("Which API to use.")] = "chat",
+    requests: Annotated[int, Flag("Requests in total.", "N", min=1, panel=_LOAD)] = 64,
+    concurrency: Annotated[
+        int | None, Flag("Clients at once; by default 8, without --rate.", "N", min=1, panel=_LOAD)
+    ] = None,
+    rate: Annotated[float | None, Flag("Arrivals per second, at random times.", "X", panel=_LOAD)] = None,
+    prompt_words: Annotated[str, Flag("Words of a prompt, about a token each.", "N[-N]", panel=_LOAD)] = "64",
+    max_tokens: Annotated[str, Flag("Tokens of an answer.", "N[-N]", panel=_LOAD)] = "64",
+    stream: Annotated[
+        bool, Flag("Receive answers token by token, or whole.", name="--stream/--no-stream", panel=_LOAD)
+    ] = True,
+    ignore_eos: Annotated[
+        bool,
+        Flag(
+            "Generate all tokens of every answer, or end where the model does.",
+            name="--ignore-eos/--keep-eos",
+            panel=_LOAD,
+        ),
+    ] = True,
     api_key: Annotated[str | None, Flag("The server's key.", "KEY", envvar="OSTINATO_API_KEY")] = None,
-    warmup: Annotated[int, Flag("Requests before the count.", "N", min=0)] = 2,
-    timeout: Annotated[float, Flag("Longest wait for one answer.", "S")] = 300.0,
-    seed: Annotated[int, Flag("The same seed, the same requests.", "N")] = 0,
-    plot: Annotated[Path | None, Flag("Draw it (needs the extra `lab`).", "FILE.png")] = None,
+    warmup: Annotated[int, Flag("Requests before the measurement.", "N", min=0, panel=_LOAD)] = 2,
+    timeout: Annotated[float, Flag("Seconds to wait for one answer.", "S", panel=_LOAD)] = 300.0,
+    seed: Annotated[int, Flag("Seed; the same seed gives the same requests.", "N", panel=_LOAD)] = 0,
+    plot: Annotated[Path | None, Flag("Draw the latencies (needs the extra `lab`).", "FILE.png")] = None,
     as_json: flags.Json = False,
 ) -> None:
-    """Time to the first token, gaps between tokens and throughput of a server under load.
+    """Measure time to the first token, gaps between tokens and throughput of a server under load.
 
     Ends with one line of JSON.
     """

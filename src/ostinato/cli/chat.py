@@ -220,7 +220,7 @@ def piped_lines(ctrl_c: CtrlC) -> Iterator[str]:
 def chat(
     *,
     model: flags.ModelAnywhere = DEFAULT,
-    system: Annotated[str | None, Flag("A system message.", "TEXT")] = None,
+    system: Annotated[str | None, Flag("A system message before the conversation.", "TEXT")] = None,
     state: Annotated[
         Path | None, Flag("Continue the conversation in FILE, if it exists; save it on leaving.", "FILE")
     ] = None,

@@ -52,10 +52,10 @@ _PACKAGES: Final = tuple(
 def doctor(
     *,
     model: Annotated[str | None, flags.ModelFlags()] = None,
-    cards: Annotated[bool, flags.Flag("Print what is known of NVIDIA GPUs, by their architecture.")] = False,
+    cards: Annotated[bool, flags.Flag("Print what is known about NVIDIA GPUs, by architecture.")] = False,
     as_json: flags.Json = False,
 ) -> None:
-    """Say what this machine can run, and why not the rest.
+    """Report what this machine can run, and why it cannot run the rest.
 
     With a model, also what of it fits here: contexts, slots, or which quantisation would.
     """

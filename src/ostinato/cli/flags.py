@@ -131,7 +131,7 @@ class ModelFlags:
         argument = typer.Argument(metavar=metavar, help=help, autocompletion=complete_model)
         kind, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[type, argument]
         yield inspect.Parameter(f"{name}_argument", kind, default=None, annotation=annotation)
-        flag = Flag("The same.", "PATH|NAME", name="--model", autocompletion=complete_model)
+        flag = Flag("The model, given as an option.", "PATH|NAME", name="--model", autocompletion=complete_model)
         yield flag.parameter(name, str | None, None)
 
     def _one(self, default: Any) -> Any:
@@ -203,7 +203,7 @@ def parse_logit_bias(texts: Iterable[str]) -> dict[int, float]:
     return bias
 
 
-def _under(panel: str, flags: Mapping[str, Flag]) -> Mapping[str, Flag]:
+def under(panel: str, flags: Mapping[str, Flag]) -> Mapping[str, Flag]:
     """Flags under one heading of the help."""
     for flag in flags.values():
         flag.panel = panel
@@ -211,23 +211,23 @@ def _under(panel: str, flags: Mapping[str, Flag]) -> Mapping[str, Flag]:
 
 
 _TEXTS = list[str] | None
-_CHOOSING = _under(
+_CHOOSING = under(
     "Choosing tokens",
     {
-        "max_tokens": Flag("At most so many tokens; else until the model ends or the context is full.", "N"),
+        "max_tokens": Flag("Generate at most N tokens; by default until the model ends or the context is full.", "N"),
         **{one.name: Flag(one.help, "N" if one.kind == "int32" else "X") for one in SAMPLING_NUMBERS},
         "logit_bias": Flag(
             "Add VALUE to a token's logit; may be repeated.", "ID=VALUE", type=_TEXTS, read=parse_logit_bias
         ),
-        "seed": Flag("The same seed, the same text.", "N"),
-        "stop": Flag("End before this text; may be repeated.", "TEXT", type=_TEXTS),
+        "seed": Flag("Seed for sampling; the same seed gives the same text.", "N"),
+        "stop": Flag("End the answer before TEXT; may be repeated.", "TEXT", type=_TEXTS),
         "stop_token_ids": Flag(
-            "End after this token; may be repeated.", "ID", name="--stop-token-id", type=list[int] | None
+            "End the answer after this token; may be repeated.", "ID", name="--stop-token-id", type=list[int] | None
         ),
         "ignore_eos": Flag("Continue after the model's end token."),
     },
 )
-_FOLLOWING = _under(
+_FOLLOWING = under(
     "What the answer must follow (one of them)",
     {
         "schema": Flag(
@@ -239,31 +239,33 @@ _FOLLOWING = _under(
             read=read_schema,
         ),
         "json_mode": Flag("Any JSON object."),
-        "regex": Flag("A text that matches all of it.", "REGEX"),
-        "choice": Flag("One of these texts; repeat it.", "TEXT", type=_TEXTS),
-        "grammar": Flag("The grammar in FILE, Lark or GBNF.", "FILE", type=Path | None, read=read_file),
+        "regex": Flag("Text that matches the whole REGEX.", "REGEX"),
+        "choice": Flag("One of several texts; repeat the option for each.", "TEXT", type=_TEXTS),
+        "grammar": Flag(
+            "Text that follows the grammar in FILE (Lark or GBNF).", "FILE", type=Path | None, read=read_file
+        ),
     },
 )
-_LOADING = _under(
+_LOADING = under(
     "Loading and running",
     {
-        "device": Flag("Where to run.", "auto|cpu|cuda[:N]", autocompletion=among("auto", "cpu", "cuda")),
+        "device": Flag("Device to run on.", "auto|cpu|cuda[:N]", autocompletion=among("auto", "cpu", "cuda")),
         "mode": Flag(
-            "How the decode loop is paced; auto is the highest that can run.",
-            "|".join(("auto", *MODES)),
+            f"How the decode loop is paced: {', '.join(MODES[:-1])} or {MODES[-1]}; auto is the highest that can run.",
+            "MODE",
             autocompletion=among("auto", *MODES),
         ),
-        "dtype": Flag("auto: float32 on the CPU, bfloat16 on CUDA."),
-        "kv_type": Flag("How keys and values are stored."),
-        "context": Flag("Tokens of prompt and answer together.", "N"),
-        "threads": Flag("Threads on the CPU; by default its physical cores.", "N"),
+        "dtype": Flag("Type of activations; auto is float32 on the CPU, bfloat16 on CUDA."),
+        "kv_type": Flag("Type of the cached keys and values."),
+        "context": Flag("Most tokens of a prompt and its answer together.", "N"),
+        "threads": Flag("Threads on the CPU; by default one per physical core.", "N"),
         "slots": Flag("Requests decoded at once.", "N"),
-        "queue": Flag("Requests that may wait.", "N"),
+        "queue": Flag("Requests that may wait for a slot.", "N"),
         "activations": Flag(
-            "What the CPU's loop and --mode persistent multiply with: wide is exact, int8 faster on a CPU."
+            "Activations in the CPU's loop and in --mode persistent: wide is exact, int8 is faster on a CPU."
         ),
         "prompts": Flag(
-            "What prompts read with --mode persistent: a plain copy of the weights, or the tape, in half the memory."
+            "Weights that prompts read in --mode persistent: a plain copy, or the tape, which needs half the memory."
         ),
     },
 )

@@ -17,7 +17,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 from ostinato.cli.output import ReaderGone, set_verbose, write_line, writing
 
 Verbose = Annotated[
-    bool, typer.Option("--verbose", help="Say more; show the traceback of an error of ours.", callback=set_verbose)
+    bool, typer.Option("--verbose", help="Print more; show the traceback of an internal error.", callback=set_verbose)
 ]
 
 

@@ -29,20 +29,23 @@ if TYPE_CHECKING:
 
 lab = Verbs(help="Measure launch overhead: kernels one by one, graphs, loops and persistent kernels.")
 
-_WORK: Final = {
-    "n": Flag("Length of the vector.", "N"),
-    "steps": Flag("Token steps.", "N"),
-    "kernels": Flag("Kernels in each step.", "K"),
-    "blocks": Flag("Blocks of a GPU's grid; 0: one per multiprocessor.", "N"),
-    "threads": Flag("Threads of a GPU's block.", "N"),
-    "a": Flag("Factor of the vector that each step adds: h += a x.", "X"),
-    "body": Flag(
-        "What a kernel computes: axpy, or tail (bias, GELU, residual).",
-        "NAME",
-        type=str,
-        autocompletion=flags.among(*BODIES),
-    ),
-}
+_WORK: Final = flags.under(
+    "Sizes",
+    {
+        "n": Flag("Length of the vector.", "N"),
+        "steps": Flag("Token steps.", "N"),
+        "kernels": Flag("Kernels in each step.", "K"),
+        "blocks": Flag("Blocks of a GPU's grid; 0: one per multiprocessor.", "N"),
+        "threads": Flag("Threads of a GPU's block.", "N"),
+        "a": Flag("Factor of the vector that each step adds: h += a x.", "X"),
+        "body": Flag(
+            "What a kernel computes: axpy, or tail (bias, GELU, residual).",
+            "NAME",
+            type=str,
+            autocompletion=flags.among(*BODIES),
+        ),
+    },
+)
 _PROFILED: Final = {name: _WORK[name] for name in ("n", "steps", "kernels", "threads", "body")}
 Work = Annotated[Workload, RecordFlags(Workload, _WORK, body="axpy")]
 ProfiledWork = Annotated[Workload, RecordFlags(Workload, _PROFILED, steps=100, body="axpy")]
@@ -172,8 +175,8 @@ def predict(
 @flags.verb
 def compare(
     *,
-    first: Annotated[Path, typer.Argument(metavar="A.json", help="A result that `ostinato lab --out` kept.")],
-    second: Annotated[Path, typer.Argument(metavar="B.json", help="Another.")],
+    first: Annotated[Path, typer.Argument(metavar="A.json", help="A result of `ostinato lab --out`.")],
+    second: Annotated[Path, typer.Argument(metavar="B.json", help="Another result.")],
     as_json: flags.Json = False,
 ) -> None:
     """Compare two results: of two machines, or of one machine at two times."""
@@ -246,7 +249,10 @@ def profile(
 @flags.verb
 def decode(
     *,
-    shape: Annotated[str | None, Flag("Sizes; by default llama-1b on a GPU, smollm2-135m on a CPU.", "NAME")] = None,
+    shape: Annotated[
+        str | None,
+        Flag("Sizes of a model with random weights; by default llama-1b on a GPU, smollm2-135m on a CPU.", "NAME"),
+    ] = None,
     n_prompt: Annotated[int, Flag("Tokens of the prompt.", "N", min=1)] = 64,
     n_gen: Annotated[int, Flag("Tokens to generate.", "N", min=2)] = 64,
     plot: Annotated[Path | None, Flag("Draw the modes beside each other.", "FILE.svg")] = None,
@@ -283,7 +289,7 @@ def decode(
 def tape(
     *,
     shape: Annotated[str, Flag("Sizes of a model with random weights.", "NAME")] = "llama-1b",
-    n_prompt: Annotated[int, Flag("Positions in memory before.", "N", min=1)] = 500,
+    n_prompt: Annotated[int, Flag("Positions that the context holds before.", "N", min=1)] = 500,
     n_gen: Annotated[int, Flag("Tokens to generate.", "N", min=2)] = 64,
     plot: Annotated[Path | None, Flag("Draw a timeline of the step.", "FILE.svg")] = None,
     device: flags.Device = "auto",

@@ -24,7 +24,7 @@ def pull(
     ],
     as_json: flags.Json = False,
 ) -> None:
-    """Fetch a model, or check the one that is here, and print where it lies."""
+    """Fetch a model, or check the copy that is here, and print its path."""
     stored = store.pull(name, talk=talk)
     if as_json:
         write_json({"name": stored.name, "path": str(stored.path), "bytes": stored.n_bytes})
@@ -34,7 +34,7 @@ def pull(
 
 @flags.verb
 def models(as_json: flags.Json = False) -> None:
-    """List the models that are here and the names that can be pulled."""
+    """List the models on this machine and the names that can be pulled."""
     here = store.installed()
     absent = sorted(set(store.TABLE) - {model.name for model in here})
     if as_json:
@@ -48,7 +48,10 @@ def models(as_json: flags.Json = False) -> None:
 
 @flags.verb
 def rm(
-    name: Annotated[str, typer.Argument(metavar="NAME", autocompletion=flags.complete_installed)],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="A name in `ostinato models`.", autocompletion=flags.complete_installed),
+    ],
     as_json: flags.Json = False,
 ) -> None:
     """Remove a model that was pulled."""

@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 def run(
     *,
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The prompt; without it, --file or standard input.")
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt; by default --file or standard input.")
     ] = None,
     model: flags.Model = DEFAULT,
     file: Annotated[
-        Path | None, Flag("Take the prompt from a file (- is standard input); with a PROMPT it follows that.", "FILE")
+        Path | None, Flag("Read the prompt from FILE (- is standard input); after PROMPT, if both are given.", "FILE")
     ] = None,
     system: Annotated[str | None, Flag("A system message before the prompt.", "TEXT")] = None,
     state: Annotated[
         Path | None, Flag("Continue the conversation in FILE, if it exists; save it afterwards.", "FILE")
     ] = None,
-    raw: Annotated[bool, Flag("The prompt unchanged, without the chat template.")] = False,
+    raw: Annotated[bool, Flag("Pass the prompt unchanged, without the chat template.")] = False,
     sampling: flags.ChoosingOrFollowing,
     load: flags.ToGenerate,
     as_json: flags.Json = False,
@@ -45,8 +45,9 @@ def run(
     """Generate text from a prompt, streaming.
 
     An instruct model gets its chat template, unless --raw. Sampling options that are left out are the model's own.
-    An answer that must follow something ends where that does. Without --max-tokens an answer
-    ends where the model ends it, or when the context is full.
+    Without --max-tokens an
+    answer ends where the model ends it, or when the context is full; one that follows a schema, a regex, a choice or a
+    grammar ends with it.
 
     With a PROMPT, standard input is read only if --file - says so: `ostinato run "Summarise:" --file - < report.txt`
     puts the report after the prompt and a blank line. A prompt that begins with - comes after `--`.

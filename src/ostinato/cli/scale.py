@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ostinato.scale.simulate import SimulatedLoad
     from ostinato.scale.sizing import Demand, SizingResult
 
+_LOAD: Final = "Load"
+_REPLICA: Final = "Each replica"
 _LOADS: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 
 scale = Verbs()
@@ -34,29 +36,41 @@ scale = Verbs()
 
 @scale.callback()
 def _scale(context: typer.Context, verbose: flags.Verbose = False) -> None:
-    """Beyond one machine: what a load needs."""
+    """Plan how many engines a load needs."""
     show_help(context)
 
 
 @scale.command("plan")
 @flags.verb
 def plan(
-    rps: Annotated[float, Flag("Requests per second in all.", "X")],
-    measured: Annotated[Path, Flag("Lines of JSON of `bench decode` or `bench serve`.", "FILE.json")],
-    prompt: Annotated[int, Flag("Tokens of a prompt, on average.", "N")] = 800,
-    output: Annotated[int, Flag("Tokens of an answer, on average.", "N")] = 200,
-    p99_first_token: Annotated[float, Flag("Seconds that 99 of 100 first tokens may take.", "S")] = 1.0,
-    slots: Annotated[int | None, Flag("Of each replica; the most measured, if not given.", "N")] = None,
-    route_ms: Annotated[float, Flag("What the route to a replica adds to a first token.", "X")] = 0.0,
+    rps: Annotated[float, Flag("Requests per second in all.", "X", panel=_LOAD)],
+    measured: Annotated[Path, Flag("JSON lines from `bench decode` or `bench serve`.", "FILE.json")],
+    prompt: Annotated[int, Flag("Tokens of a prompt, on average.", "N", panel=_LOAD)] = 800,
+    output: Annotated[int, Flag("Tokens of an answer, on average.", "N", panel=_LOAD)] = 200,
+    p99_first_token: Annotated[
+        float, Flag("Seconds within which 99 of 100 first tokens must come.", "S", panel=_LOAD)
+    ] = 1.0,
+    slots: Annotated[
+        int | None, Flag("Slots of each replica; by default the most that were measured.", "N", panel=_REPLICA)
+    ] = None,
+    route_ms: Annotated[float, Flag("Milliseconds that routing adds to a first token.", "X", panel=_REPLICA)] = 0.0,
     model: Annotated[
-        str | None, Flag("For the memory: its KV bytes per token.", "PATH|NAME", autocompletion=flags.complete_model)
+        str | None,
+        Flag(
+            "Model whose KV bytes per token limit the slots.",
+            "PATH|NAME",
+            panel=_REPLICA,
+            autocompletion=flags.complete_model,
+        ),
     ] = None,
     kv_type: flags.KvType = None,
-    memory_gb: Annotated[float | None, Flag("Memory of one replica for KV.", "GB", name="--kv-memory")] = None,
-    plot: Annotated[Path | None, Flag("Draw latency over load (needs `lab`).", "FILE.svg")] = None,
+    memory_gb: Annotated[
+        float | None, Flag("Memory of each replica for keys and values.", "GB", name="--kv-memory", panel=_REPLICA)
+    ] = None,
+    plot: Annotated[Path | None, Flag("Draw latency over load (needs the extra `lab`).", "FILE.svg")] = None,
     as_json: flags.Json = False,
 ) -> None:
-    """The number of replicas for a load, what limits it, and a simulation beside the formula.
+    """Compute the number of replicas for a load, what limits it, and a simulation beside the formula.
 
     Ends with one line of JSON.
     """

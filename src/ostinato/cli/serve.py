@@ -27,31 +27,35 @@ _LISTENING, _MODELS, _SCALE = "Listening and access", "Models", "Beyond one engi
 def serve(
     *,
     model: flags.ModelsAnywhere = (DEFAULT,),
-    host: Annotated[str, Flag("Where to listen.", "ADDRESS", panel=_LISTENING)] = DEFAULT_HOST,
-    port: Annotated[int, Flag("0 takes a free one.", "N", panel=_LISTENING)] = DEFAULT_PORT,
+    host: Annotated[str, Flag("Address to listen on.", "ADDRESS", panel=_LISTENING)] = DEFAULT_HOST,
+    port: Annotated[int, Flag("Port to listen on; 0 takes a free one.", "N", panel=_LISTENING)] = DEFAULT_PORT,
     alias: Annotated[
         list[str] | None,
-        Flag("What clients call the first model, or MODEL; may be repeated.", "NAME[=MODEL]", panel=_MODELS),
+        Flag("Another name for the first model, or for MODEL; may be repeated.", "NAME[=MODEL]", panel=_MODELS),
     ] = None,
-    any_model: Annotated[bool, Flag("A name that is not served means the first model.", panel=_MODELS)] = False,
+    any_model: Annotated[bool, Flag("Answer requests for unknown models with the first one.", panel=_MODELS)] = False,
     models_max: Annotated[
-        int | None, Flag("At most so many models in memory; else as many as fit.", "N", panel=_MODELS, min=1)
+        int | None, Flag("Most models in memory at once; by default as many as fit.", "N", panel=_MODELS, min=1)
     ] = None,
     api_key: Annotated[
         list[str] | None,
         Flag("A key that clients must send; may be repeated.", "KEY", panel=_LISTENING, envvar="OSTINATO_API_KEY"),
     ] = None,
-    api_key_file: Annotated[Path | None, Flag("Keys, one a line.", "FILE", panel=_LISTENING)] = None,
-    no_api_key: Annotated[bool, Flag("Serve without a key, on any address.", panel=_LISTENING)] = False,
+    api_key_file: Annotated[
+        Path | None, Flag("Keys that clients may send, one per line.", "FILE", panel=_LISTENING)
+    ] = None,
+    no_api_key: Annotated[bool, Flag("Allow an address other than loopback without a key.", panel=_LISTENING)] = False,
     cors: Annotated[
         list[str] | None, Flag("Allow pages of this origin (* for all); may be repeated.", "ORIGIN", panel=_LISTENING)
     ] = None,
     log_prompts: Annotated[bool, Flag("Write prompts and answers to the log.", panel=_LISTENING)] = False,
     keep_responses: Annotated[
         int | None,
-        Flag("Responses that later requests can refer to; 0 keeps none.", "N", panel=_LISTENING, min=0),
+        Flag("Keep N responses, which later requests can refer to; 0 keeps none.", "N", panel=_LISTENING, min=0),
     ] = None,
-    keep_responses_s: Annotated[float, Flag("For so many seconds.", "SECONDS", panel=_LISTENING)] = KEPT_S,
+    keep_responses_s: Annotated[
+        float, Flag("Keep a response for this many seconds.", "SECONDS", panel=_LISTENING)
+    ] = KEPT_S,
     script: Annotated[
         Path | None,
         Flag("Answer with the texts in FILE, not the model's: for tests of clients.", "FILE", hidden=True),
@@ -59,27 +63,31 @@ def serve(
     verify: Annotated[
         bool | None,
         Flag(
-            "Compare the mode with the reference before the port opens; by default on a GPU where it never passed.",
+            "Compare the mode with the reference before the port opens; by default on a GPU where it has not passed.",
             name="--verify/--no-verify",
             panel=_MODELS,
         ),
     ] = None,
     load: flags.ToServe,
-    replicas: Annotated[int | None, Flag("Engines, on Ray Serve.", "N", panel=_SCALE, min=1)] = None,
-    max_replicas: Annotated[int | None, Flag("Up to so many when requests wait.", "N", panel=_SCALE, min=1)] = None,
-    ray_address: Annotated[str | None, Flag("A Ray cluster to join.", "ADDRESS", panel=_SCALE)] = None,
+    replicas: Annotated[int | None, Flag("Number of engines, on Ray Serve.", "N", panel=_SCALE, min=1)] = None,
+    max_replicas: Annotated[
+        int | None, Flag("Add engines up to N while requests wait.", "N", panel=_SCALE, min=1)
+    ] = None,
+    ray_address: Annotated[str | None, Flag("Ray cluster to join.", "ADDRESS", panel=_SCALE)] = None,
     routing: Annotated[
         Literal["prefix", "round_robin"] | None,
-        Flag("To the replica that holds the prompt's prefix (the default), or in turn.", panel=_SCALE),
+        Flag(
+            "Send a request to the replica that holds its prompt's prefix (the default), or to each in turn.",
+            panel=_SCALE,
+        ),
     ] = None,
 ) -> None:
     """Serve models over OpenAI's, Anthropic's and Ollama's APIs, with a page at /.
 
-    The first model is loaded at the start, each other one when a request names it.
+    The first model is loaded at the start, each other one when a request names it. When memory is short, the idle model
+    that was used longest ago is unloaded.
 
-    When memory is short, the idle model that was used longest ago is unloaded.
-
-    SIGTERM and Ctrl-C let running requests end; once more stops them.
+    SIGTERM and Ctrl-C let running requests end; a second one stops them.
     """
     from ostinato.serve.supervisor import Supervisor
 

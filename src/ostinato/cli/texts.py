@@ -35,7 +35,7 @@ PoolingName = Literal["mean", "cls", "last", "rank"]
 @flags.verb
 def tokenize(
     text: Annotated[
-        str | None, typer.Argument(metavar="TEXT", help="The text; else standard input, byte for byte.")
+        str | None, typer.Argument(metavar="TEXT", help="The text; by default standard input, byte for byte.")
     ] = None,
     model: flags.Model = DEFAULT,
     no_bos: Annotated[bool, Flag("Add neither BOS nor EOS.")] = False,
@@ -64,15 +64,17 @@ def tokenize(
 @flags.verb
 def score(
     *,
-    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="The text; else --file or standard input.")] = None,
+    text: Annotated[
+        str | None, typer.Argument(metavar="TEXT", help="The text; by default --file or standard input.")
+    ] = None,
     file: flags.TextFile = None,
     model: flags.Model = DEFAULT,
     load: flags.ToCompute,
     as_json: flags.Json = False,
 ) -> None:
-    """How well a model predicts a text: tokens, negative log-likelihood, perplexity; teacher forced.
+    """Measure how well a model predicts a text: tokens, negative log-likelihood, perplexity; teacher forced.
 
-    The tokens are those that are predicted: all but the first, which has nothing before it.
+    The first token is not counted: nothing precedes it, so it is not predicted.
     """
     given = read_text(text, file, "the text to score")
     if not given:
@@ -96,21 +98,24 @@ def embed(
     *,
     texts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="TEXT", help="The texts; else the lines of --file or of standard input."),
+        typer.Argument(metavar="TEXT", help="The texts; by default the lines of --file or standard input."),
     ] = None,
     file: flags.TextFile = None,
     pooling: Annotated[
-        PoolingName | None, Flag("How the rows of a text become one; by default the model's own way, else mean.")
+        PoolingName | None,
+        Flag("How the rows of a text become one vector; by default as the model's files say, or mean."),
     ] = None,
     prompt: Annotated[
         str | None,
-        Flag("A prompt of the model's files, put before each text; by default the model's own.", metavar="NAME"),
+        Flag(
+            "Name of a prompt in the model's files, put before each text; by default the one they name.", metavar="NAME"
+        ),
     ] = None,
     model: flags.Model = DEFAULT,
     load: flags.ToCompute,
     as_json: flags.Json = False,
 ) -> None:
-    """One vector per text, from the model's last hidden states; with --pooling rank, a ranking model's scores.
+    """Compute one vector per text from the last hidden states; with --pooling rank, a ranking model's scores.
 
     Plain output has a line of numbers per text.
     """

@@ -30,7 +30,7 @@ def verify(
     load: flags.ToMeasure,
     mode: Annotated[
         str,
-        Flag("Compare this one alone; auto: every one.", "MODE", autocompletion=flags.among("auto", *MODES)),
+        Flag("Compare this mode alone; auto compares all.", "MODE", autocompletion=flags.among("auto", *MODES)),
     ] = "auto",
     as_json: flags.Json = False,
 ) -> None:
