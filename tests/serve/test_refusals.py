@@ -106,8 +106,8 @@ def test_a_part_that_is_no_text_is_named_where_it_stands(server: Running) -> Non
         (CHAT, {"prompt": "x"}, "messages", "messages is missing, and it is required here; prompt is for /v1/compl"),
         ("/v1/completions", {"messages": HELLO}, "prompt", "; messages is for /v1/chat/completions"),
         ("/v1/completions", {"prompt": []}, "prompt", "at least 1 item"),
-        ("/v1/completions", {"prompt": 5}, "prompt", "prompt is 5; it must be a string or a list"),
-        ("/v1/completions", {"prompt": [1, "a"]}, "prompt[1]", "valid integer"),
+        ("/v1/completions", {"prompt": 5}, "prompt", "is 5; it must be a string, or a list"),
+        ("/v1/completions", {"prompt": [1, "a"]}, "prompt[1]", "is 'a'; it must be an integer"),
         ("/v1/completions", {"prompt": [5, 99_999]}, "prompt", "99999 at index 1"),
         ("/v1/completions", {"prompt": ["a"] * 129}, "prompt", "129 answers"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens", "echo"),
@@ -485,13 +485,13 @@ BAD_SCHEMA: Any = {"type": "object", "properties": {"a": {"type": "text"}}}
 @pytest.mark.parametrize(
     ("format", "param", "message"),
     [
-        ({}, "", ' has no type; give it one, as in {"type": "text"}'),
-        ([], "", " is []; it must be an object"),
-        ({"type": 3}, "", ".type is 3; it must be one of 'text', "),
+        ({}, "", ".type is missing, and it is required here"),
+        ([], "", " is a list; it must be an object"),
+        ({"type": 3}, ".type", " is 3; it must be one of 'text', "),
         ({"type": "json_schema", "json_schema": 3}, ".json_schema", " is 3; it must be an object"),
-        ({"type": "json_object", "x": 1}, ".x", " is not known here; leave it out"),
+        ({"type": "json_object", "x": 1}, ".x", " is not supported here; leave it out"),
         ({"type": "choice", "choice": "a"}, ".choice", " is 'a'; it must be a list"),
-        ({"type": "grammar", "grammar": ""}, ".grammar", " is empty; leave it out, or give it at least 1 character"),
+        ({"type": "grammar", "grammar": ""}, ".grammar", " is empty; give it at least 1 character"),
     ],
 )
 def test_a_format_of_another_shape_is_told_in_our_words(server: Running, format: Any, param: str, message: str) -> None:

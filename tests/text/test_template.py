@@ -70,13 +70,18 @@ def test_a_misspelt_role_is_refused_even_by_a_template_that_prints_any(role: str
         BadInput, match=rf"messages\[1\] has the role '{role}', .* '{meant}' misspelt; .* renders system"
     ):
         render(CHATML, [USER, {"role": role, "content": "hi"}])
-    assert "narrator" in render(CHATML, [{"role": "narrator", "content": "hi"}])
     assert f"{role}: hi" in render(f"{{% if '{role}' %}}{{% endif %}}" + ANY_ROLE, [{"role": role, "content": "hi"}])
+
+
+def test_a_role_that_a_template_prints_and_does_not_name_is_refused() -> None:
+    told = r"messages\[0\] has the role 'narrator', which is not known; .* renders system, user, assistant, tool"
+    with pytest.raises(BadInput, match=told):
+        render(CHATML, [{"role": "narrator", "content": "hi"}, USER])
 
 
 def test_a_role_whose_content_a_template_drops_is_refused_with_those_that_it_renders() -> None:
     source = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }};{% endif %}{% endfor %}"
-    for role in ("narrator", "system", "tool"):
+    for role in ("system", "tool"):
         with pytest.raises(
             BadInput, match=rf"messages\[0\] has the role '{role}', .*left out.* renders user, assistant"
         ):

@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ostinato import __version__
-from ostinato.errors import OstinatoError, quoted
+from ostinato.errors import OstinatoError
 from ostinato.serve.body import ForwardRequest, forwarding_route, route_with
 from ostinato.serve.chat import chat
 from ostinato.serve.completions import complete
@@ -31,6 +31,7 @@ from ostinato.serve.conversation import IGNORED
 from ostinato.serve.embeddings import embed
 from ostinato.serve.errors import RETRY_AFTER_S, Refusal, error_response, refusal_of, uses_anthropic
 from ostinato.serve.gateway import Gateway
+from ostinato.serve.invalid import invalid_body
 from ostinato.serve.log import Record
 from ostinato.serve.messages import anthropic_model, count_tokens, create_message
 from ostinato.serve.messages_body import CountBody, MessagesBody
@@ -474,83 +475,7 @@ def parsed(kind: type[BaseModel], body: bytes) -> BaseModel:
         raise Refusal(400, "the body cannot be read: a number in it is too long") from error
 
 
-_BRANCH: Final = re.compile(r"[a-z_]+[0-9]*")
 _ESCAPED_HALF: Final = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
-def invalid_body(found: Sequence[Mapping[str, Any]]) -> Refusal:
-    """The most specific of a body's errors, with the field's name."""
-    # The deepest. A missing field says more than a type mismatch, which every other branch of a union reports.
-    worst = max(found, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
-    param = _place(worst["loc"])
-    if not param:
-        return Refusal(400, "the body is empty" if worst["type"] == "missing" else "the body is no JSON object")
-    if plain := _in_plain_words(worst, param):
-        return Refusal(400, plain, param=param)
-    alike = [one for one in found if _place(one["loc"]) == param and _is_no_branch(one)]
-    about = alike if worst in alike else [worst]
-    if all(one["type"] in _MUST_BE for one in about):
-        wanted = " or ".join(dict.fromkeys(_MUST_BE[one["type"]] for one in about))
-        given = "null" if worst["input"] is None else quoted(worst["input"])
-        return Refusal(400, f"{param} is {given}; it must be {wanted}", param=param)
-    messages = [one["msg"] for one in about]
-    return Refusal(400, f"{param}: {', or '.join(dict.fromkeys(messages))}", param=param)
-
-
-_MUST_BE: Final = {
-    **dict.fromkeys(("model_attributes_type", "model_type", "dict_type"), "an object"),
-    **{"string_type": "a string", "list_type": "a list", "bool_type": "true or false"},
-}
-_PART_TYPE: Final = re.compile(r"(messages|input)\[\d+\]\.(content|output)\[\d+\]\.type")
-_SENT_TO: Final = {"messages": ("prompt", "/v1/completions"), "prompt": ("messages", "/v1/chat/completions")}
-
-
-def _in_plain_words(error: Mapping[str, Any], param: str) -> str | None:
-    """What is often wrong with a body, in a sentence; None for the rest, where Pydantic's words do."""
-    given = error["input"]
-    match error["type"]:
-        case "missing":
-            other, path = _SENT_TO.get(param, ("", ""))
-            hint = f"; {other} is for {path}" if isinstance(given, dict) and other in given else ""
-            return f"{param} is missing, and it is required here{hint}"
-        case "too_short" if given == []:
-            return f"{param} is empty; give it at least 1 item"
-        case "union_tag_not_found":
-            return f'{param} has no type; give it one, as in {{"type": "text"}}'
-        case "union_tag_invalid":
-            found = quoted(given.get("type"))
-            return f"{param}.type is {found}; it must be one of {error['ctx']['expected_tags']}"
-        case "extra_forbidden" if "." in param:
-            return f"{param} is not known here; leave it out"
-        case "string_too_short" if given == "":
-            return f"{param} is empty; leave it out, or give it at least 1 character"
-        case "literal_error" if _PART_TYPE.fullmatch(param):
-            why = "this model reads no images" if "image" in str(given) else "only text parts are supported"
-            return f"{param} is {str(given)[:100]!r}; {why}"
-    return None
-
-
-def _is_no_branch(error: Mapping[str, Any]) -> bool:
-    """Whether the error says that a value is not of the type of one branch of a union."""
-    kind: str = error["type"]
-    return kind.endswith("_type") or kind == "literal_error"
-
-
-def _place(loc: Sequence[str | int]) -> str:
-    """The path of a field, such as messages[0].content; empty for the body itself."""
-    parts = [part for part in loc if isinstance(part, int) or _is_field(part)]
-    for format in (["response_format"], ["text", "format"]):
-        if parts[: len(format)] == format:
-            del parts[len(format) : len(format) + 1]  # the type of format, by which Pydantic chose the branch
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
-
-
-def _is_field(part: str) -> bool:
-    """Pydantic puts the branches of a union into the path: type names, and our own names in upper case."""
-    return bool(_BRANCH.fullmatch(part)) and part not in _TYPES
-
-
-_TYPES: Final = frozenset({"str", "int", "float", "bool", "dict", "list", "constrained"})
 
 
 def _describe(app: FastAPI) -> None:

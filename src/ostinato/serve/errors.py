@@ -83,6 +83,16 @@ class Refusal(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code or code}}
 
 
+def shown(value: Any) -> str:
+    """A value of a client in a sentence.
+
+    >>> shown("a"), shown(True), shown([None])
+    ("'a'", 'true', '[null]')
+    """
+    text = repr(value) if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 100 else text[:100] + "..."
+
+
 def refusal_of(error: Exception) -> Refusal:
     """An error as a client gets it."""
     if isinstance(error, Refusal):

@@ -18,7 +18,7 @@ from ostinato.errors import listing
 from ostinato.options import MAX_LOGPROBS, MAX_SEED, MAX_STOP_STRINGS, SAMPLING_NUMBERS, Sampling
 from ostinato.other_engines import answer_field
 from ostinato.serve.body import FailFastModel
-from ostinato.serve.errors import Refusal
+from ostinato.serve.errors import Refusal, shown
 from ostinato.text.tools import MAX_NAME
 
 # Accepted and ignored: nothing of an answer would change.
@@ -123,15 +123,16 @@ class Body(FailFastModel):
     def _refuse_unknown(self) -> Body:
         if self.names_unknown:
             return self
-        known = {*type(self).model_fields, *HARMLESS}
         for name, value in (self.model_extra or {}).items():
             if value is None or name in HARMLESS or name in NOTED or _is_one_of(value, NEUTRAL.get(name, ())):
                 continue
             if name in NEUTRAL:
-                raise Refusal(400, f"{name} is {_short(value)}; that is not supported here", param=name)
+                raise Refusal(400, f"{name} is {shown(value)}; that is not supported here", param=name)
             if answer := answer_field(name, type(self).model_fields):
                 raise Refusal(400, f"{name} is not supported here: {answer}", param=name)
-            raise Refusal(400, f"{name} is not supported here; known: {listing(name, known)}", param=name)
+            raise Refusal(
+                400, f"{name} is not supported here; known: {listing(name, type(self).model_fields)}", param=name
+            )
         return self
 
     @property
@@ -152,11 +153,6 @@ def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
 def _same(value: Any, neutral: Any) -> bool:
     # A bool is not an integer here, and 1.0 counts as 1.
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else text[:100] + "..."
 
 
 class FunctionCall(Strict):
@@ -358,7 +354,7 @@ class SamplingBody(Body):
         bias: dict[int, float] = {}
         for word, value in (self.logit_bias or {}).items():
             if not (word.isascii() and word.isdecimal() and len(word) < 10):
-                raise Refusal(400, f"logit_bias has the key {_short(word)}; keys are token ids", param="logit_bias")
+                raise Refusal(400, f"logit_bias has the key {shown(word)}; keys are token ids", param="logit_bias")
             bias[int(word)] = value
         return bias
 
@@ -572,7 +568,9 @@ class TokenizeBody(Body):
 
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeBody:
-        if (self.content is None) == (self.prompt is None):
+        if self.content is not None and self.prompt is not None:
+            raise Refusal(400, "prompt and content are both given; give one of them", param="prompt")
+        if self.content is None and self.prompt is None:
             raise Refusal(400, "content is missing, and it is required here; or give a prompt instead", param="content")
         return self
 

@@ -155,15 +155,15 @@ class Template:
     # Roles
 
     def _check_roles(self, variables: Mapping[str, Any]) -> None:
-        """Refuse a message whose role the template refuses or drops, or which looks like a misspelt one."""
+        """Refuse a message whose role the template refuses or drops, or does not know."""
         tools = variables.get("tools")
         if self._why_no("user", tools) is not None:
             return  # a template that shows no user's message tells nothing about roles
         for index, message in enumerate(variables["messages"]):
             role = message["role"]
-            why = self._why_no(role, tools)
-            if why is None and self._is_misspelt(role):
-                why = f"which looks like {get_close_matches(role, ROLES, 1)[0]!r} misspelt"
+            why = self._why_no(role, tools) if self._is_named(role) else "which is not known"
+            if not self._is_named(role) and (meant := get_close_matches(role, ROLES, 1)):
+                why = f"which looks like {meant[0]!r} misspelt"
             if why is not None:
                 known = ", ".join(one for one in ROLES if self._why_no(one, tools) is None)
                 raise RoleNotRendered(f"messages[{index}] has the role {role!r}, {why}", known)
@@ -177,10 +177,9 @@ class Template:
             self._later[key] = PROBE in self._tried(tried, tools)[0]
         return self._later[key]
 
-    def _is_misspelt(self, role: str) -> bool:
-        """Templates that print any role show a misspelt one too, unlike those that name the roles they know."""
-        named = role in ROLES or f"'{role}'" in self._source or f'"{role}"' in self._source
-        return not named and bool(get_close_matches(role, ROLES, 1))
+    def _is_named(self, role: str) -> bool:
+        """Whether a role is one of all models or of this template, which may print any other without knowing it."""
+        return role in ROLES or f"'{role}'" in self._source or f'"{role}"' in self._source
 
     def _why_no(self, role: str, tools: Any) -> str | None:
         """Why the template does not render a role, found out by trying once; None if it does."""
