@@ -116,6 +116,42 @@ def test_fields_that_change_no_token_are_accepted_and_named(server: Running, pat
     assert plain.json()["digest"] == neutral.json()["digest"] == noted.json()["digest"]
 
 
+OFF: dict[str, Any] = {
+    "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2, "mirostat": 0, "mirostat_tau": 5.0, "typical_p": 1,
+    "xtc_probability": 0.0, "xtc_threshold": 0.1, "top_n_sigma": -1, "do_sample": True, "num_beams": 1, "tfs": 1,
+}  # fmt: skip
+
+
+def test_samplers_of_other_engines_are_accepted_while_they_are_off(server: Running) -> None:
+    asked = {"messages": HELLO, **FEW}
+    assert answered(server, {**asked, **OFF})["digest"] == answered(server, asked)["digest"]
+
+
+@pytest.mark.parametrize("name", ["dry_multiplier", "mirostat", "typical_p", "xtc_probability", "num_beams", "tfs"])
+def test_samplers_of_other_engines_are_refused_while_they_are_on(server: Running, name: str) -> None:
+    assert refusal(server, {"messages": HELLO, **FEW, name: 0.5})["param"] == name
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"functions": [{"name": "f"}]}, "send tools"),
+        ({"function_call": {"name": "f"}}, "send tool_choice"),
+        ({"enable_thinking": False}, "send chat_template_kwargs"),
+        ({"think": True}, "send reasoning_effort"),
+        ({"thinking": {"type": "enabled"}}, "send reasoning_effort"),
+        ({"options": {"num_ctx": 5}}, "put its fields into the body itself"),
+        ({"extra_body": {}}, "put its fields into the body itself"),
+    ],
+)
+def test_a_field_of_another_api_is_answered_with_what_to_send(
+    server: Running, given: dict[str, Any], says: str
+) -> None:
+    error = refusal(server, {"messages": HELLO, **FEW, **given})
+    assert error["param"] == next(iter(given))
+    assert says in error["message"]
+
+
 def test_effort_and_verbosity_are_named_where_the_template_has_no_variable_for_them(server: Running) -> None:
     asked = {"messages": HELLO, **FEW}
     for body, named in (
@@ -239,6 +275,7 @@ def test_two_names_with_two_values_are_refused(server: Running, body: dict[str, 
     [
         ("/v1/messages", {"stop": "a", "stop_sequences": ["a"]}, {"stop": ["b"], "stop_sequences": ["a"]}, "stop"),
         ("/v1/messages", {"stop": "", "stop_sequences": ["a"]}, {"stop": ["a", "b"], "stop_sequences": ["a"]}, "stop"),
+        (CHAT, {"max_completion_tokens": 3}, {"max_completion_tokens": 4}, "max_completion_tokens"),
         ("/api/chat", {"num_predict": 3, "max_tokens": 3}, {"num_predict": 3, "max_tokens": 4}, "num_predict"),
         ("/api/chat", {"num_predict": 3, "n_predict": 3}, {"num_predict": -1, "n_predict": 4}, "num_predict"),
     ],
@@ -247,14 +284,14 @@ def test_two_names_of_one_field_may_be_given_with_one_value(
     server: Running, path: str, equal: dict[str, Any], different: dict[str, Any], names: str
 ) -> None:
     def answered_with(given: dict[str, Any]) -> Any:
-        more = {"max_tokens": 3, **given} if path == "/v1/messages" else {"options": given, "stream": False}
+        more = {"options": given, "stream": False} if path == "/api/chat" else {"max_tokens": 3, **given}
         return server.post(path, {"messages": HELLO, **more})
 
     assert answered_with(equal).status_code == 200
     refused = answered_with(different)
     assert refused.status_code == 400
-    other = {"stop": "stop_sequences", "num_predict": "max_tokens"}[names]
-    assert f"{names} is another name of {other}, and each has its own value" in refused.text
+    other = {"stop": "stop_sequences"}.get(names, "max_tokens")
+    assert re.search(rf"{names} is .+ and {other} is .+; they are two names of one field", refused.text)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
@@ -389,8 +426,8 @@ def test_tokenize_takes_a_prompt_as_vllm_does(server: Running) -> None:
         **{name: ours[name] for name in ("tokens", "count", "max_model_len")},
         "token_strs": ours["pieces"],
     }
-    for body in ({}, {"prompt": "a", "content": "a"}):
-        assert refusal(server, body, "/tokenize")["param"] == "content"
+    assert refusal(server, {}, "/tokenize")["param"] == "content"
+    assert "both given" in refusal(server, {"prompt": "a", "content": "a"}, "/tokenize")["message"]
     assert server.post("/tokenize", {"prompt": ""}).json()["tokens"] == server.llm.tokenize("")
 
 

@@ -33,17 +33,65 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "add_generation_prompt": (True,),
     "audio": ({},),
     "background": (False,),
+    "bad_words": ([],),
     "best_of": (1,),
+    "cfg_scale": (1,),
+    "detokenize": (True,),
+    "do_sample": (True,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "early_stopping": (False,),
+    "encoder_repetition_penalty": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
     "function_call": ("none",),
     "functions": ([],),
+    "guidance_scale": (1,),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
     "modalities": (["text"],),
+    "n_keep": (0,),
+    "n_probs": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "penalty_alpha": (0,),
+    "repeat_last_n": (-1,),
     "skip_special_tokens": (True,),
+    "smoothing_factor": (0,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
+    "tfs": (1,),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "top_n_sigma": (-1, 0),
+    "typ_p": (1,),
+    "typical": (1,),
+    "typical_p": (1,),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
+    "xtc_probability": (0,),
+}
+# Parameters of what the fields above turn off: they have no effect there.
+TURNED_OFF: Final = frozenset(
+    {
+        *("dry_allowed_length", "dry_base", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_exponent"),
+        *("mirostat_eta", "mirostat_tau", "smoothing_curve", "xtc_threshold"),
+    }
+)
+# What to send instead of a field of another API.
+INSTEAD: Final[Mapping[str, str]] = {
+    "enable_thinking": 'send chat_template_kwargs {"enable_thinking": ...}, which reaches the chat template',
+    "extra_body": "it is a parameter of the openai package; put its fields into the body itself",
+    "format": "it is of Ollama's API; send response_format",
+    "function_call": "send tool_choice, with tools",
+    "functions": 'send tools, each {"type": "function", "function": ...}',
+    "options": "it is of Ollama's API; put its fields into the body itself",
+    "reasoning": "send reasoning_effort; reasoning is of /v1/responses",
+    "system": "send a message of the role system; system is of /v1/messages and /api/generate",
+    "think": "send reasoning_effort; think is of Ollama's API",
+    "thinking": "send reasoning_effort; thinking is of /v1/messages",
 }
 # Accepted, because an answer has the same tokens; a value other than these has no effect, and a header says so.
 NOTED: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -62,6 +110,7 @@ FORMAT_ALIASES: Final[Mapping[str, str]] = {
     "guided_regex": "regex",
     "json_schema": "schema",
 }
+_UNREAD: Final = frozenset({*HARMLESS, *NOTED, *TURNED_OFF})
 LONGEST_STOP: Final = 1024
 UNTIL_IT_ENDS: Final = "By default an answer continues until the model ends it or the context is full."
 
@@ -124,16 +173,23 @@ class Body(FailFastModel):
         if self.names_unknown:
             return self
         for name, value in (self.model_extra or {}).items():
-            if value is None or name in HARMLESS or name in NOTED or _is_one_of(value, NEUTRAL.get(name, ())):
+            if value is None or name in _UNREAD or _is_one_of(value, NEUTRAL.get(name, ())):
                 continue
+            if answer := self._instead(name):
+                raise Refusal(400, f"{name} is not supported here: {answer}", param=name)
             if name in NEUTRAL:
                 raise Refusal(400, f"{name} is {shown(value)}; that is not supported here", param=name)
-            if answer := answer_field(name, type(self).model_fields):
-                raise Refusal(400, f"{name} is not supported here: {answer}", param=name)
             raise Refusal(
                 400, f"{name} is not supported here; known: {listing(name, type(self).model_fields)}", param=name
             )
         return self
+
+    @classmethod
+    def _instead(cls, name: str) -> str | None:
+        """What to send instead of a field; None if that is not known."""
+        if name in INSTEAD and "messages" in cls.model_fields:
+            return INSTEAD[name]
+        return answer_field(name, cls.model_fields)
 
     @property
     def ignored(self) -> list[str]:
@@ -292,7 +348,8 @@ class StreamOptions(Strict):
 def check_same(alias: str, value: Any, name: str, other: Any) -> None:
     """Refuse two names of one field with two values; one that is not given is None."""
     if value is not None and other is not None and value != other:
-        raise Refusal(400, f"{alias} is another name of {name}, and each has its own value", param=alias)
+        values = f"{alias} is {shown(value)} and {name} is {shown(other)}"
+        raise Refusal(400, f"{values}; they are two names of one field, so send one of them", param=alias)
 
 
 class SamplingBody(Body):
@@ -477,6 +534,11 @@ class ChatBody(GenerationBody):
     def _check_logprobs(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise Refusal(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> ChatBody:
+        check_same("max_completion_tokens", self.max_completion_tokens, "max_tokens", self.max_tokens)
         return self
 
     @property
