@@ -6,7 +6,7 @@ once. Nothing is read: blocks are made over references (`tensors.py`).
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Literal, Protocol, TypeAlias
 
 from ostinato.errors import InternalError
@@ -290,9 +290,14 @@ class Builder:
         return ExpertBiases(tuple(f"{at}ffn_{part}_exps.bias" for part in parts), n, width)
 
     def _expert_names(self, name: str, n: int) -> tuple[str, ...]:
-        """One tensor for all experts, or one for each, as the file has it."""
+        """One tensor for all experts, or one for each, as the file has it; of those it lacks, the first alone: a file
+        may state any number of them."""
         whole = f"{name}_exps.weight"
-        return (whole,) if self.names.has(whole) else tuple(f"{name}.{expert}.weight" for expert in range(n))
+        if self.names.has(whole):
+            return (whole,)
+        each = (f"{name}.{expert}.weight" for expert in range(n))
+        names = tuple(takewhile(self.names.has, each))
+        return names if len(names) == n else (*names, f"{name}.{len(names)}.weight")
 
     def mixer(self, layer: int) -> Mixer:
         """Of the kind that the shape gives this layer."""

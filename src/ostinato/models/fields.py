@@ -4,7 +4,6 @@ A key is read with the type and the range it must have; what is missing or misty
 where, so that no family file checks anything itself.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,9 @@ from ostinato.files.checkpoint import Checkpoint, TensorInfo
 
 T = TypeVar("T")
 _MOST = 2**31 - 1
+# Models compute in float32
+_LARGEST = float(np.finfo(np.float32).max)
+_SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +66,13 @@ class Fields:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._present(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise self._wrong(key, value, "a finite number")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
+            raise self._wrong(key, value, "a finite number that float32 can hold")
         return float(value)
 
     def positive(self, key: str, default: float | None = None) -> float:
         value = self.number(key, default)
-        if value <= 0:
+        if value < _SMALLEST:
             raise self._wrong(key, value, "greater than 0")
         return value
 
@@ -89,7 +91,7 @@ class Fields:
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
         value = self._present(key, None)
         good = isinstance(value, (list, tuple)) and len(value) == length
-        if not good or not all(isinstance(v, (int, float)) and math.isfinite(v) and v > 0 for v in value):
+        if not good or not all(isinstance(v, (int, float)) and _SMALLEST <= v <= _LARGEST for v in value):
             raise self._wrong(key, value, f"a list of {length} positive numbers")
         return tuple(float(v) for v in value)
 

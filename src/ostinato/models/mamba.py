@@ -129,10 +129,10 @@ def step_limit(c: Fields) -> tuple[float, float]:
     if stated is None:
         return (0.0, math.inf)
     plain = [v.get("__float__") if isinstance(v, dict) else v for v in stated] if isinstance(stated, list) else []
-    limit = [float(v) for v in plain if isinstance(v, (int, float)) or v == "Infinity"]
-    if len(limit) != 2 or len(plain) != 2 or not 0 <= limit[0] <= limit[1]:
+    limit = [math.inf if v == "Infinity" else v for v in plain if isinstance(v, (int, float)) or v == "Infinity"]
+    if len(limit) != 2 or len(plain) != 2 or not 0 <= limit[0] <= limit[1] or 2**128 <= limit[1] < math.inf:
         raise BadFile(f"{c.path}: time_step_limit is {stated!r}; it must be two numbers, the smaller first")
-    return limit[0], limit[1]
+    return float(limit[0]), float(limit[1])
 
 
 def mamba2_from_gguf(f: Description) -> Shape:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ostinato.errors import BadFile
 from ostinato.models import rope as ropes
@@ -125,9 +126,13 @@ def by_key_heads(shape: Shape) -> dict[str, Transform]:
 
 def _apart(n_groups: int, parts: tuple[int, ...]) -> Transform:
     """Rows that stand by groups, as each part of all groups before the next part."""
-    rows = np.arange(n_groups * sum(parts)).reshape(n_groups, -1)
-    order = np.concatenate([part.reshape(-1) for part in np.split(rows, np.cumsum(parts)[:-1], axis=1)])
-    return Transform(values=lambda stored: stored[order])
+
+    def values(stored: NDArray[np.float32]) -> NDArray[np.float32]:
+        # The order is made here, where the tensor is known to have that many rows.
+        rows = np.arange(len(stored)).reshape(n_groups, -1)
+        return stored[np.concatenate([part.reshape(-1) for part in np.split(rows, np.cumsum(parts)[:-1], axis=1)])]
+
+    return Transform(values=values)
 
 
 def delta_names(at: str) -> dict[str, str]:

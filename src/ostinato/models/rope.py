@@ -168,8 +168,8 @@ def from_config(
     if scheme == "proportional":
         if share > 1:
             raise BadFile(f"{c.path}: partial_rotary_factor is {share}; no more than the whole head can turn")
-        still = proportional(width, share, settings.positive("factor", 1.0))
-        return Rope(_above_one(base, c), _within(width, width, c), pairing, still)
+        still = proportional(_within(width, width, c), share, settings.positive("factor", 1.0))
+        return Rope(_above_one(base, c), width, pairing, still)
     width = _within(int(width * share), width, c)
     rope = Rope(_above_one(base, c), width, pairing)
     match scheme:
