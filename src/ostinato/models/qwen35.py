@@ -130,7 +130,9 @@ def _apart(n_groups: int, parts: tuple[int, ...]) -> Transform:
     def values(stored: NDArray[np.float32]) -> NDArray[np.float32]:
         # The order is made here, where the tensor is known to have that many rows.
         rows = np.arange(len(stored)).reshape(n_groups, -1)
-        return stored[np.concatenate([part.reshape(-1) for part in np.split(rows, np.cumsum(parts)[:-1], axis=1)])]
+        apart: NDArray[np.intp] = np.concatenate([p.ravel() for p in np.split(rows, np.cumsum(parts)[:-1], axis=1)])
+        ordered: NDArray[np.float32] = stored[apart]
+        return ordered
 
     return Transform(values=values)
 
