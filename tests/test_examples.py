@@ -1,9 +1,10 @@
 """Every example in README, SECURITY and docs: Python and commands run, and what a page quotes is what is printed.
 
-An example is a fenced block. Blocks of Python run page by page, one after the other, as a reader would paste them. In
-other blocks, lines that begin with a program of `PROGRAMS` are commands; after `$ ` their output follows, in which
-`...` stands for anything. An HTML comment before a block says why it cannot run here, and its options are then only
-parsed: `<!-- example: needs gpu -->`. `<!-- example: with NAME=VALUE -->` runs it with these variables.
+An example is a fenced block. Blocks of Python run page by page, one after the other, as a reader would paste them; so
+do blocks of `pycon`, in which a raised error is quoted after its statement. In other blocks, lines that begin with a
+program of `PROGRAMS` are commands; after `$ ` their output follows, in which `...` stands for anything. An HTML
+comment before a block says why it cannot run here, and its options are then only parsed: `<!-- example: needs gpu
+-->`. `<!-- example: with NAME=VALUE -->` runs it with these variables.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typer.main import get_command
 
 from ostinato import LLM, Sampling, cli
 from ostinato.engine.machine import why_no_cuda
+from ostinato.errors import OstinatoError
 from ostinato.serve.settings import DEFAULT_PORT
 from tests.serve.running import Running, serving
 
@@ -92,8 +94,9 @@ def blocks_of(page: Path) -> Iterator[Block]:
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-WITH_COMMANDS = [block for block in BLOCKS if block.language != "python" and block.commands()]
+WITH_COMMANDS = [block for block in BLOCKS if block.language not in ("python", "pycon") and block.commands()]
 WITH_PYTHON = sorted({block.page for block in BLOCKS if block.language == "python"})
+WITH_ERRORS = [block for block in BLOCKS if block.language == "pycon"]
 TO_RUN = [block for block in WITH_COMMANDS if block.needs in (None, *HERE)]
 
 
@@ -158,6 +161,7 @@ def folder(default_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     (line,) = (block.text for block in BLOCKS if block.text.startswith('{"custom_id"'))
     (tmp_path / "requests.jsonl").write_text(line, encoding="utf-8")
+    (tmp_path / "person.json").write_text('{"properties": {"age": {"type": "integer"}}}', encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Name a river.\n")))  # what `chat` is told
     return tmp_path
@@ -179,6 +183,24 @@ def test_the_python_of_a_page_runs(page: Path, request: pytest.FixtureRequest) -
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # an example does not close its client
         gc.collect()
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.usefixtures("default_model")
+@pytest.mark.parametrize("block", WITH_ERRORS, ids=by_name)
+def test_the_errors_of_a_block_are_raised(block: Block) -> None:
+    names: dict[str, Any] = {}
+    for example in DocTestParser().get_examples(block.text):
+        code = compile(example.source, block.name, "single")
+        if not example.want:
+            exec(code, names)
+            continue
+        with pytest.raises(OstinatoError) as raised:
+            exec(code, names)
+        said = f"{raised.type.__module__}.{raised.type.__name__}: {raised.value}"
+        assert said.split() == example.want.split()
+    names["llm"].close()
 
 
 @pytest.mark.slow

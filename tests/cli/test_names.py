@@ -19,6 +19,7 @@ from ostinato.serve.shapes import (
     FORMAT_ALIASES,
     NEUTRAL,
     NOTED,
+    TURNED_OFF,
     ChatBody,
     CompletionBody,
     EmbeddingBody,
@@ -163,7 +164,7 @@ def test_a_verb_without_the_option_is_told_which_has_it(ostinato: RunCli) -> Non
 def test_hints_for_words_of_other_engines_name_fields_that_there_are(kind: type[ChatBody | CompletionBody]) -> None:
     whole: Any = {"messages": [{"role": "user", "content": "hello"}]} if kind is ChatBody else {"prompt": "hello"}
     kinds = set()
-    for word in OTHER_ENGINES.keys() - {*NEUTRAL, *NOTED, *ALIASES, *FORMAT_ALIASES}:
+    for word in OTHER_ENGINES.keys() - {*NEUTRAL, *NOTED, *TURNED_OFF, *ALIASES, *FORMAT_ALIASES}:
         with pytest.raises(Refusal, match=f"^{word} is not supported here: ") as told:
             kind.model_validate({**whole, word: "x"})
         hint = str(told.value)

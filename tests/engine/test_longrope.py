@@ -42,7 +42,8 @@ def llm(tiny_files: Path) -> Iterator[LLM]:
 
 def generated(ids: list[int], most: int) -> list[int]:
     """What transformers itself answers."""
-    out = tiny.build(NAME).generate(torch.tensor([ids]), max_new_tokens=most, min_new_tokens=most, do_sample=False)
+    with torch.inference_mode():  # the model may have been built in it; then its frequencies change nowhere else
+        out = tiny.build(NAME).generate(torch.tensor([ids]), max_new_tokens=most, min_new_tokens=most, do_sample=False)
     tokens: list[int] = out[0, len(ids) :].tolist()
     return tokens
 

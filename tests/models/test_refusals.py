@@ -409,7 +409,7 @@ def test_a_config_that_cannot_be_is_refused(key: str, value: Any, tmp_path: Path
         ("deepseek-v2", {"mlp_bias": True}, "mlp_bias"),
         ("nemotron-h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act is 'gelu'"),
         ("gemma4", {"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}, "is 1.5; no more"),
-        ("gemma4", {"global_head_dim": 2**31 - 1}, "2147483647 of a head's"),
+        ("gemma4", {"per_layer_config": {"1": {"head_dim": 2**31 - 1}}}, "2147483647 of a head's"),
         ("qwen3", {"rope_parameters": {"rope_theta": 10**400}}, "rope_theta"),
         ("llama-3.1", {"rope_parameters": {"rope_type": "linear", "factor": 1e-300}}, "greater than 0"),
         ("mamba2-limits", {"time_step_limit": [0, 10**400]}, "it must be two numbers"),

@@ -589,7 +589,8 @@ def test_statuses_have_the_clients_types(tiny: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_stream_that_fails_ends_with_one_error_event(tiny: Path) -> None:
-    with serving(tiny, llm={"context": 4096, "slots": 1}) as server, client_of(server) as client:
+    # In eager an answer takes seconds, so that the server stops in the middle of it.
+    with serving(tiny, llm={"context": 4096, "slots": 1, "mode": "eager"}) as server, client_of(server) as client:
         words: Any = {"model": "tiny", "messages": [HELLO], "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
         with pytest.raises(anthropic.APIStatusError, match="stopped") as told:  # noqa: PT012  # it fails on its way
             for event in client.messages.create(stream=True, **words):

@@ -27,6 +27,8 @@ PROBE = "7f3a9c51"  # a text that occurs in no template
 MAX_MESSAGE = 2_000  # characters of a template's own error message
 FILE_NAME = "<template>"  # what jinja2 calls a template made from a string
 ROLES = ("system", "user", "assistant", "tool")
+# Phi's results of tools; its template prints this role as it does every other.
+PHI_RESULT = "tool_response"
 _CALL = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": {}}}
 _USER: dict[str, Any] = {"role": "user", "content": "hi"}
 _REPLY: dict[str, Any] = {"role": "assistant", "content": "hello"}
@@ -179,7 +181,7 @@ class Template:
 
     def _is_named(self, role: str) -> bool:
         """Whether a role is one of all models or of this template, which may print any other without knowing it."""
-        return role in ROLES or f"'{role}'" in self._source or f'"{role}"' in self._source
+        return role in ROLES or role == PHI_RESULT or f"'{role}'" in self._source or f'"{role}"' in self._source
 
     def _why_no(self, role: str, tools: Any) -> str | None:
         """Why the template does not render a role, found out by trying once; None if it does."""
