@@ -38,7 +38,7 @@ test: $(DEV)  # format, lint, types and all tests
 tests: $(DEV)  # the tests alone
 	$(BIN)/pytest --numprocesses 3 --dist loadscope
 
-quick: $(DEV)  # the tests without what takes seconds, servers, Ray and the emulated tape
+quick: $(DEV)  # the tests without what takes half a second, servers, Ray and the emulated tape
 	$(BIN)/pytest --numprocesses 2 --dist loadscope -m "not slow" --ignore tests/serve --ignore tests/scale --ignore tests/backends/tape \
 	  --ignore tests/test_examples.py --ignore tests/test_reference.py --ignore tests/engine/test_longrope.py
 

@@ -82,6 +82,7 @@ def add(more: int = 1, arch: str = "sm_90", source: str = KERNEL) -> bytes:
 # --- CUDA ---
 
 
+@pytest.mark.slow
 def test_the_boundary_compiles_for_hopper_without_a_gpu(by_nvrtc: list[str]) -> None:
     headers = native_headers(Layout(n_slots=8, max_pages=512, vocab=49_152), page_tokens=16)
     binary = build.cubin(source("step_boundary.cu"), "step_boundary.cu", arch="sm_90", headers=headers)

@@ -72,6 +72,7 @@ def test_another_token_than_alone_is_noticed() -> None:
     assert "which it is not alone" in wrong
 
 
+@pytest.mark.slow
 def test_a_request_that_never_ends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     deliver, n_ends = Request._deliver, count()
 

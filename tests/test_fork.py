@@ -57,6 +57,7 @@ CALLS: dict[str, Callable[[LLM], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_in_a_forked_child_is_refused(llm: LLM, name: str) -> None:
     assert in_child(lambda: CALLS[name](llm)).startswith("Unsupported: this model was opened in process")

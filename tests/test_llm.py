@@ -492,6 +492,7 @@ def test_a_stop_string_ends_the_request_and_what_came_after_it_is_not_counted(ti
         assert llm.stats().pages_leased == 0
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_dropped_half_way_cancels_its_request(unhurried: LLM) -> None:
     before = until_idle(unhurried).get("cancelled", 0)
     endless = Sampling(max_tokens=100, ignore_eos=True)

@@ -106,6 +106,7 @@ def test_the_twin_chooses_as_the_slow_definition_does(shape: ExpertShape, coarse
             torch.testing.assert_close(own, torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coarse", [False, True], ids=["scattered", "ties"])
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_the_native_loop_and_the_kernel_choose_as_the_twin_does(shape: ExpertShape, coarse: bool) -> None:

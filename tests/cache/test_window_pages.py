@@ -152,6 +152,7 @@ def test_every_key_that_a_query_sees_is_its_own_and_no_page_is_lost(groups: tupl
     assert [pool.n_free for pool in reserve._pools()] == [group.n_pages for group in groups]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_the_simulation_reuses_prefixes_and_continues_kept_sequences(groups: tuple[PageGroup, ...]) -> None:
     simulation = Simulation(groups, 1)

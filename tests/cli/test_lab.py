@@ -40,6 +40,7 @@ def test_a_sweep_prints_tables_and_one_line_of_json(ostinato: RunCli) -> None:
     assert found["machine"]["kind"] == "cpu"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [1.0, 1.5])
 def test_a_busy_machine_is_said_to_be_busy(ostinato: RunCli, monkeypatch: pytest.MonkeyPatch, late: float) -> None:
     """Half of the runs take 1.5 times as long as the fastest."""

@@ -78,6 +78,7 @@ def test_help_shows_words_and_no_types(ostinato: RunCli) -> None:
     assert re.search(r"--repeats +N ", pages["bench decode"])
 
 
+@pytest.mark.slow
 def test_every_page_of_help_fits_80_columns_without_a_broken_word(
     ostinato: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +137,7 @@ def test_the_version_is_the_packages(ostinato: RunCli) -> None:
     assert (ran.code, ran.out) == (0, f"ostinato {__version__}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -272,6 +274,7 @@ def test_a_closed_output_is_told(arguments: str, home: Path) -> None:
     assert (ran.returncode, ran.stderr) == (2, "error: cannot write to standard output: it is closed\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("run", "--help")])
 def test_help_may_be_read_in_part(arguments: tuple[str, ...]) -> None:
     with start(arguments) as program:

@@ -120,6 +120,7 @@ def test_a_loop_whose_only_slot_waits_for_its_mask_waits_too() -> None:
         assert launches_of(engine, sampling(max_tokens=21)) == (21, 1)
 
 
+@pytest.mark.slow
 def test_a_mask_that_takes_too_long_ends_the_loop_and_the_next_trigger_goes_on() -> None:
     with constrained_engine(lambda: Cycle(SETS[:1], pause_s=0.6)) as engine:
         n, launches = launches_of(engine, FOLLOW)

@@ -145,6 +145,7 @@ def test_the_answer_is_the_same_alone_and_among_others() -> None:
         assert [bits(request) for request in others] == [alone(prompt(i, 12), free) for i in range(3, 5)]
 
 
+@pytest.mark.slow
 def test_a_host_that_sleeps_delays_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     with grammar_engine(n_slots=1, context=2048) as engine:
         list(engine.submit(prompt(2, 9), wanted("counted")))  # its masks are kept now

@@ -153,6 +153,7 @@ def test_an_engine_that_is_dropped_ends_by_itself() -> None:
     assert request.ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["loop", "eager"])
 def test_an_idle_engine_does_nothing_at_all(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine(mode=mode) as engine:

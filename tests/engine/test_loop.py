@@ -238,6 +238,7 @@ def test_64_slots_decode_in_one_executable() -> None:
     driver.runner.close()
 
 
+@pytest.mark.slow
 def test_jobs_beside_a_running_loop_have_their_turn_at_its_boundaries() -> None:
     driver: Driver = open_loop(context=8192, n_pages=512)
     driver.admit(0, [1, 2, 3], most=8000)

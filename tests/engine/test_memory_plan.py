@@ -102,6 +102,7 @@ def test_an_encoders_workspace_for_texts_longer_than_a_chunk_is_used_on_demand(c
     assert OUTPUT_ROWS not in sizes(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_vocab", [128, 300_000])
 def test_rows_of_output_are_bounded_counted_and_there_from_their_first_use_on(n_vocab: int) -> None:
     """Of the native loop; `tests/backends/cuda/test_chunks.py` has the GPU's."""

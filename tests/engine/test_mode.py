@@ -75,6 +75,7 @@ ATTACKS: dict[str, tuple[str, Callable[[Driver], object]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_is_refused_by_name_and_the_running_request_finishes_as_if_alone(driver: Driver, attack: str) -> None:
     invariant, strike = ATTACKS[attack]

@@ -68,6 +68,7 @@ def wide_model(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_pages_are_used_as_sequences_grow_and_not_before(tmp_path: Path) -> None:
     found = in_child(wide_model(tmp_path / "wide.gguf"), tmp_path, n_long=4000)
     assert found["pages"] * 16 * 4096 > 1200 * MB  # reserved: eight contexts of 65,536 positions do not fit
@@ -77,6 +78,7 @@ def test_pages_are_used_as_sequences_grow_and_not_before(tmp_path: Path) -> None
     assert 4000 * 4096 < found["long"] - found["open"] < 4000 * 4096 + 2 * HUGE + 30 * MB
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_default_model_with_default_options_answers_with_two_gigabytes_free(
     default_model: Path, tmp_path: Path

@@ -49,6 +49,7 @@ def answered(engine: Engine, asked: list[int]) -> list[int]:
     return [*asked, *made[:-1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["eager", "loop"])
 def test_an_answer_that_is_kept_is_gone_on_from_and_saved_without_computing_it_again(

@@ -54,6 +54,7 @@ class Fitted:
         return self.settled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "kind", "card_gb"),
     [

@@ -47,6 +47,7 @@ def turns(family: str, **words: Any) -> tuple[list[Any], list[int]]:
     return found, cached
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_next_turn_of_a_conversation_begins_where_the_last_prompt_ended(family: str) -> None:
     found, cached = turns(family)
@@ -68,6 +69,7 @@ def test_prompts_that_begin_alike_share_whole_chunks_of_it(family: str) -> None:
             assert request.cached_tokens == (ROWS if n else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mamba2", *HYBRID])
 def test_answers_at_random_are_those_of_an_engine_without_snapshots(family: str) -> None:
     """Four at once, cancelled ones among them, with room for few snapshots."""

@@ -48,6 +48,7 @@ def by_cells(engine: Engine, ids: list[int]) -> tuple[Floats, Floats]:
     return logits.numpy().copy(), np.stack([row.numpy() for row in rows if row is not None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["eager", "loop"])
 def test_rows_are_those_of_the_decoder(kind: MemoryKind, mode: str) -> None:

@@ -402,6 +402,7 @@ def test_remove_waits_for_a_pull_says_so_and_removes_what_it_brought(
     assert files_below(home) == []
 
 
+@pytest.mark.slow
 def test_a_pip_that_brings_nothing_any_more_is_ended(
     tiny: WheelSource, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

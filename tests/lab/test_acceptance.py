@@ -93,6 +93,7 @@ def verdicts(outcomes: Sequence[Outcome]) -> dict[str, str]:
     return {outcome.name: outcome.verdict for outcome in outcomes}
 
 
+@pytest.mark.slow
 def test_the_part_measures_and_judges_over_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     with stand_in(monkeypatch) as (machine, _):
         monkeypatch.setattr(gpu_lab, "_machine", lambda _: machine)

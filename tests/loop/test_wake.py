@@ -50,6 +50,7 @@ def test_ringing_never_blocks_and_one_clear_is_enough(pipe: bool, monkeypatch: p
     assert not wake.wait(0)
 
 
+@pytest.mark.slow
 def test_its_file_is_given_back_when_nobody_holds_it() -> None:
     wake = FileWakeEvent()
     fd = wake.fd

@@ -62,6 +62,7 @@ def test_llama_cpp_reads_a_tiny_gguf_as_transformers_reads_the_model(name: str, 
     assert_close(found, wanted, atol=TOLERANCES.get(name, 1e-4), rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("name", IN_LLAMA_CPP if soaking() else ["qwen3", "gemma4", "lfm2", "nemotron-h"])
 def test_llama_cpp_decodes_the_same_64_greedy_tokens(name: str, tiny_files: Path) -> None:

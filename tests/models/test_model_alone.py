@@ -22,6 +22,7 @@ def test_logits_of_the_model_alone_equal_those_of_transformers(name: str, form: 
     assert_close(found, tiny.reference_logits(name), atol=tiny.TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*RECURRENT, "llama", "gemma3"])
 def test_a_prompt_in_pieces_has_the_logits_of_the_whole(name: str, tiny_files: Path) -> None:
     model = plain_memory.load(tiny.folder(name, tiny_files))

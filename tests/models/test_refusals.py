@@ -322,6 +322,7 @@ def test_a_gemma4_gguf_that_lacks_the_values_of_one_layer_is_refused(
     assert f"blk.{layer}.attn_v.weight is missing" in refusal(path, BadFile)
 
 
+@pytest.mark.slow
 def test_a_muse_glimmer_folder_lists_the_layers_without_positions(tmp_path: Path, tiny_files: Path) -> None:
     def change(config: dict[str, Any]) -> None:
         config["text_config"]["layer_rope_theta"] = [500.0] * 5
@@ -371,6 +372,7 @@ def test_a_config_that_cannot_be_is_refused(key: str, value: Any, tmp_path: Path
     refusal(spoiled_folder(tmp_path, tiny_files, config=lambda c: c.update(stated)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "config", "said"),
     [

@@ -133,6 +133,7 @@ def test_masks_over_real_schemas_are_those_of_the_oracle(
         compare(words, schema_rule(schema), rng, steps=100 if soaking() else 25)
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 def test_instances_of_real_schemas_are_judged_as_the_oracle_judges_them(
     schema_data: list[dict[str, Any]], vocab_data: Path
@@ -238,6 +239,7 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("number", range(0, len(SAMPLE), 1 if soaking() else 9))
 def test_masks_of_patterns_grammars_calls_and_reasoning_are_those_of_the_oracle(vocab_data: Path, number: int) -> None:
@@ -268,6 +270,7 @@ def agrees_on(rule: Rule, seed: int) -> None:
     compare(tiny(), rule, random.Random(seed), steps=60)
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @settings(max_examples=soak(1500, part=40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=schemas(), seed=st.integers(0, 2**32))

@@ -233,6 +233,7 @@ WRITTEN: dict[FormatName, tuple[str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "special"), CASES)
 def test_a_call_is_written_as_its_model_writes_it_and_follows_the_schema(name: FormatName, special: bool) -> None:
     _, how = words_of(name, special)
@@ -374,6 +375,7 @@ def test_a_bare_text_is_read_as_its_schema_says(text: str, schema: Any, value: A
     assert type(found) is type(value)
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("parallel", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
@@ -405,6 +407,7 @@ def test_what_the_grammar_allows_is_read_and_validates(name: FormatName, paralle
     assert bool(several) == (parallel and name != "harmony")
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "special"), CASES)
 def test_masks_of_optional_calls_are_those_of_the_oracle(name: FormatName, special: bool) -> None:

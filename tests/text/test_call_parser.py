@@ -287,6 +287,7 @@ plain_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(
     make=st.sampled_from(sorted(NAMED, key=list(NAMED).index)),
     made=st.lists(st.tuples(st.sampled_from("fg"), st.dictionaries(words, plain_values, max_size=3)), min_size=1),

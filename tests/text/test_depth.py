@@ -159,6 +159,7 @@ def grammars() -> st.SearchStrategy[str]:
     return st.lists(rules, min_size=4, max_size=4).map(written)
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @settings(max_examples=soak(1500, part=12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(grammar=grammars(), max_depth=st.integers(0, 4))

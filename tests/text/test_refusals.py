@@ -146,6 +146,7 @@ def test_without_llguidance_hopeless_input_is_refused_in_the_same_words(monkeypa
     assert [refusal(matchers(), given) for given, _ in HOPELESS] == [why for _, why in HOPELESS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "why"),
     [

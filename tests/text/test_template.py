@@ -347,6 +347,7 @@ def test_a_process_that_was_started_early_and_not_needed_is_ended() -> None:
 # Continuing the last message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [CHATML, HEADERS, TURNS, TOOLS, PARTS, ONLY_PARTS, GENERATION])
 @pytest.mark.parametrize("parts", [False, True])
 def test_a_prompt_that_is_continued_ends_with_the_text_of_its_last_message(source: str, parts: bool) -> None:

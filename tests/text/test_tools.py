@@ -328,6 +328,7 @@ def test_the_template_shows_how_a_model_calls(name: str) -> None:
     assert format_of(None).name == "plain"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RENDERED)
 def test_definitions_reach_the_prompt_in_every_style(name: str) -> None:
     prompt = rendered(STYLES[name], TALK[:1], TOOLS)
@@ -336,12 +337,14 @@ def test_definitions_reach_the_prompt_in_every_style(name: str) -> None:
     assert "How is the sky?" in prompt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RENDERED)
 def test_a_conversation_without_tools_is_left_as_it_is(name: str) -> None:
     with template_of(STYLES[name]) as template:
         assert rendered(STYLES[name], TALK[:1], ()) == template.render(TALK[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RENDERED)
 def test_earlier_calls_and_results_reach_the_prompt_in_every_style(name: str) -> None:
     prompt = rendered(STYLES[name], TALK, TOOLS)
@@ -404,6 +407,7 @@ def calls_in(how: ToolFormat, text: str) -> tuple[str, list[tuple[str, Any]]]:
     return content, [(name, json.loads("".join(parts))) for name, *parts in found.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STYLES)
 @pytest.mark.parametrize("seed", range(4))
 def test_an_answer_that_must_be_a_call_is_one(name: str, seed: int) -> None:
@@ -421,6 +425,7 @@ def test_an_answer_that_must_be_a_call_is_one(name: str, seed: int) -> None:
             jsonschema.validate(arguments, {**tool.parameters, "additionalProperties": False})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STYLES)
 def test_several_calls_come_only_where_they_may(name: str) -> None:
     how = format_of(STYLES[name])

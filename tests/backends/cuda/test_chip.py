@@ -55,6 +55,7 @@ def x_of(dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device="meta")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("type", [*DENSE, *PACKED_TYPES])
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.arch)
 def test_every_product_fits_every_chip_and_differs_in_stages_alone(type: str, chip: Chip) -> None:

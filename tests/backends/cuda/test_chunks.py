@@ -73,6 +73,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 PACKED = (("tiny", "q4_k_m"), ("tiny-mixtral", "q4_k_m"), ("tiny-qwen3moe", "q6_k"), ("tiny-deepseek2", "q4_k_m"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mix"), [*((family, None) for family in FAMILIES + RECURRENT + LATENT), *PACKED])
 def test_no_launch_of_a_chunk_allocates(name: str, mix: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a captured chunk allocates would stay with its graph, once for every bucket."""

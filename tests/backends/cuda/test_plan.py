@@ -49,6 +49,7 @@ def logits_of(driver: Driver, most: int) -> tuple[list[list[int]], torch.Tensor]
     return [driver.tokens(g) for g in generations], driver.runner.plan.buffer("logits").tensor[: len(PROMPTS)].clone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES + RECURRENT + LATENT)
 def test_a_fused_step_of_twins_gives_the_logits_of_the_models_own_blocks(family: str) -> None:
     model = family_model(family)
@@ -80,6 +81,7 @@ def near_own_blocks_in_bfloat16(family: str, kernels: Kernels) -> None:
     assert bool(((fused_logits - logits).norm(dim=-1) < 3 * rounded).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES + RECURRENT + LATENT)
 def test_a_fused_step_of_twins_in_bfloat16_is_as_near_to_the_models_own_blocks_as_rounding_lets_it(family: str) -> None:
     near_own_blocks_in_bfloat16(family, twin_kernels())
@@ -99,6 +101,7 @@ def first_tokens(driver: Driver) -> list[int]:
     return [entry.token for entry in driver.entries if entry.token is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES + RECURRENT + LATENT)
 def test_a_fused_prompt_of_twins_fills_memory_as_the_models_own_blocks_do(family: str) -> None:
     model = family_model(family)

@@ -121,6 +121,7 @@ def test_segments_are_added_and_are_of_the_first_text_unless_said() -> None:
 # Bits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "nomic-bert"])
 @pytest.mark.parametrize("wide", [True, False])
 def test_bits_do_not_depend_on_threads_or_on_the_texts_beside(family: str, wide: bool) -> None:

@@ -99,6 +99,7 @@ def compare(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> No
 # The same logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES + RECURRENT + LATENT)
 def test_every_family_has_the_logits_of_dense_weights_for_64_steps(family: str) -> None:
     model = family_model(family)
@@ -109,6 +110,7 @@ def test_every_family_has_the_logits_of_dense_weights_for_64_steps(family: str) 
     compare(found, expected[1:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_type", get_args(KVType))
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek2"])
 def test_every_type_of_keys_and_values_decodes_as_the_twin_does(family: str, kv_type: KVType) -> None:
@@ -146,6 +148,7 @@ def test_a_matrix_of_gate_and_up_together_gives_the_bits_of_both_apart() -> None
         assert torch.equal(steps_of(one, PROMPT, 9)[1], steps_of(other, PROMPT, 9)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [16, 48, 64, 80, 128])
 def test_any_head_width_of_whole_lanes_and_odd_sizes_of_all_else(width: int) -> None:
     plain = family_model("llama")
@@ -395,6 +398,7 @@ def test_a_chunk_beside_a_running_loop_has_its_turn_at_a_boundary() -> None:
         assert len(driver.entries) == 6000 + 3 * 8
 
 
+@pytest.mark.slow
 def test_nobody_spins_while_nothing_is_to_be_done() -> None:
     with closing(open_loop()) as driver:
         driver.admit(0, PROMPT, most=30)

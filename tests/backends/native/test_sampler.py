@@ -300,6 +300,7 @@ def test_only_what_was_asked_for_is_written(library: ctypes.CDLL) -> None:
         assert torch.equal(now, untouched[name]), name
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(-(2**63), 2**63 - 1), position=st.integers(0, 2**31 - 2))
 @example(seed=0, position=0)

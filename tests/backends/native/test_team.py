@@ -174,6 +174,7 @@ def test_a_member_whose_core_was_stolen_rests_and_is_tried_again(three: Team) ->
         assert three.wrong(1, 1) == 0
 
 
+@pytest.mark.slow
 def test_members_sleep_while_there_is_nothing_to_do(three: Team) -> None:
     three.wrong(5, 20)
     time.sleep(0.05)

@@ -203,6 +203,7 @@ NATIVE = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NATIVE)
 @pytest.mark.parametrize("format", ["gguf", "folder"])
 def test_torch_blocks_over_tiles_give_what_dense_weights_give(name: str, format: str, tiny_files: Path) -> None:

@@ -128,6 +128,7 @@ def test_every_token_is_used_once_and_no_ubatch_is_too_long(both: tuple[CleanBat
             assert len(set(sets[:, 0].tolist())) == ubatch.n_seqs
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @settings(max_examples=soak(2_000), derandomize=True, deadline=None)
 @given(

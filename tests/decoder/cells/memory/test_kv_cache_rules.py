@@ -161,6 +161,7 @@ def decode(cache: KVCache, seq_id: list[list[int]], pos: list[int] | None = None
     return slots
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("contiguous", [False, True])
 @given(

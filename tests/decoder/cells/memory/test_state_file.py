@@ -143,6 +143,7 @@ def test_any_table_of_cells_comes_back(table: dict[int, Cell], other: dict[int, 
     assert [content(crowded, i) for i in (2, 7, 254)] == rest[1:]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from(["load", "copy", "back", "remove"]), st.integers(0, 4), st.integers(0, 4))))
 @settings(max_examples=150, derandomize=True, deadline=None)
 def test_recurrent_states_survive_whatever_is_loaded_beside_them(steps: list[tuple[str, int, int]]) -> None:
