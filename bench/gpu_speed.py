@@ -154,7 +154,7 @@ class Meter:
         # A token at position p came of a step that took in the one before it.
         kv_type = kv_type_of(self.type)
         kept = statistics.fmean(kv_read_bytes(self.model.shape, kv_type, position - 1) for position in positions)
-        n_bytes = engine.runner.plan.weight_bytes / batch + kept
+        n_bytes = engine.runner.plan.read_bytes(batch) / batch + kept
         more = {"slots": engine.runner.settled.n_slots, "short_runs": short}
         return {**self._figure("decode", engine.mode, batch, rates, n_bytes), "host_tok_s": _middle(host), **more}
 
@@ -166,7 +166,7 @@ class Meter:
             list(request)
             rates.append((n_tokens - request.cached_tokens) / request.prefill_s)
         n_chunks = -(-n_tokens // engine.runner.chunks.rows)
-        n_bytes = n_chunks * engine.runner.plan.weight_bytes / n_tokens
+        n_bytes = n_chunks * engine.runner.plan.read_bytes(engine.runner.chunks.rows) / n_tokens
         return self._figure("prefill", engine.mode, 1, rates[2:], n_bytes)
 
     def _figure(self, what: str, mode: str, batch: int, rates: Sequence[float], n_bytes: float) -> Record:

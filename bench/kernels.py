@@ -4,8 +4,8 @@
 
 Sections: `check-TYPE` compares every epilogue with its twin on fresh random inputs, at shapes of 1B and 8B models, and
 the bits of a row at other places; `time-TYPE` times tiles for every product of those models; `gemm` times the products
-of a prompt's chunk; `experts-TYPE` checks and times routed experts. TYPE is bf16, f16, f32 or a packed type in small
-letters. Weights rotate through more memory than the L2 cache has; a time is that of one node of a CUDA graph.
+of a prompt's chunk; `experts-TYPE` checks and times a step's routed experts. TYPE is bf16, f16, f32 or a packed type in
+small letters. Weights rotate through more memory than the L2 cache has; a time is that of one node of a CUDA graph.
 A section stops after --seconds and says what it left out. Needs torch, triton and numpy, nothing else.
 """
 
@@ -38,11 +38,9 @@ from ostinato.backends.torch.ops.matmul import (
     experts_gate_up_torch,
     matmul_torch,
     n_stats,
-    route_rows_torch,
     stats_torch,
 )
 from ostinato.files.quants import BLOCKS
-from ostinato.models.shape import ExpertShape
 
 DEVICE = torch.device("cuda")
 N_SLOTS = 32
@@ -373,65 +371,118 @@ def time_gemm(clock: Clock) -> Iterator[Row]:
             yield row
 
 
+# Experts, those that a row takes, widths of the model and of an expert, and types of gate and up, and of down.
+EXPERTS: dict[str, tuple[int, int, int, int, Sequence[str], Sequence[str]]] = {
+    "gpt-oss-20b": (32, 4, 2880, 2880, ("mxfp4",), ("mxfp4",)),
+    "qwen3-30b-a3b": (128, 8, 2048, 768, TYPES, TYPES),
+    "gemma4-26b-a4b": (128, 8, 2816, 704, ("q4_k",), ("q5_0", "q8_0")),
+    "mixtral-8x7b": (8, 2, 4096, 14336, TYPES, TYPES),
+}
+N_CHOICES = 8  # of experts, one after the other, so that caches hold few of those that come next
+
+
+@dataclass
+class RoutedProduct:
+    """One side of a step's experts with its buffers."""
+
+    name: str
+    weight: Tensor | Packed
+    epilogue: Epilogue
+    out: Tensor
+    live: Tensor
+    chosen: list[Tensor]  # the experts of each row, several times
+    binder: Callable[..., TritonLaunch | Launches]
+    twin: Callable[..., None]
+
+    def bind(self, number: int = 0, tile: Any = None) -> TritonLaunch | Launches:
+        return self.binder(out=self.out, experts=self.chosen[number], n_rows=self.live, tile=tile)
+
+    def checked(self) -> Row:
+        """How far two rows are from the twin's, and whether the first has the same bits alone and among all."""
+        wanted, seen = self.out.clone(), []
+        for rows in (1, 2, len(self.out)):
+            self.live.fill_(rows)
+            self.bind()()
+            seen.append(self.out[0].clone())
+        self.live.fill_(2)
+        self.twin(out=wanted, experts=self.chosen[0], n_rows=self.live)
+        apart, same = difference(self.out[:2], wanted[:2]), all(torch.equal(seen[0], other) for other in seen)
+        return {"difference": apart, "same_bits": same, "ok": apart < 2e-3}
+
+
+def routed_products(type: str, n_slots: int) -> Iterator[RoutedProduct]:
+    from ostinato.backends.cuda import gpu
+    from ostinato.backends.cuda.triton.experts import bind_experts_down, bind_experts_gate_up, experts_workspace
+
+    for model, (n_experts, n_used, hidden, ff, into, out_of) in EXPERTS.items():
+        live = torch.tensor([n_slots], dtype=torch.int32, device=DEVICE)
+        choices = [torch.rand(n_slots, n_experts, device=DEVICE).argsort(1)[:, :n_used] for _ in range(N_CHOICES)]
+        chosen = [choice.sort(1).values.int() for choice in choices]
+        act, out = torch.randn(n_slots, n_used, ff, device=DEVICE), torch.zeros(n_slots, hidden, device=DEVICE)
+        how: dict[str, Any] = {"workspace": experts_workspace(n_slots, n_used, (ff, hidden), DEVICE)}
+        how["chip"] = gpu.chip_of(DEVICE)
+        if type in into:
+            x, weight = torch.randn_like(out), weight_of(type, n_experts * 2 * ff, hidden)
+            norm = InputNorm(stats_torch(x), torch.ones(hidden, device=DEVICE), None, 1e-5)
+            more: dict[str, Any] = {"x": x, "weight": weight, "norm": norm, "activation": "silu"}
+            binder: Callable[..., Any] = partial(bind_experts_gate_up, **more, **how)
+            twin = partial(experts_gate_up_torch, **more)
+            inner = torch.zeros_like(act)
+            yield RoutedProduct(f"{model} gate_up", weight, "gated", inner, live, chosen, binder, twin)
+        if type in out_of:
+            shares, weight = torch.rand(n_slots, n_used, device=DEVICE), weight_of(type, n_experts * hidden, ff)
+            more = {"x": act, "weight": weight, "shares": shares, "epilogue": "store"}
+            binder, down = partial(bind_experts_down, **more, **how), partial(experts_down_torch, **more)
+            yield RoutedProduct(f"{model} down", weight, "store", out, live, chosen, binder, down)
+
+
+def expert_tiles(weight: Tensor | Packed, epilogue: Epilogue) -> list[Any]:
+    """What is tried beside the rule's own: fewer outputs, other parts, other warps."""
+    from ostinato.backends.cuda.triton.experts import MAX_PARTS, expert_tile
+
+    own = expert_tile(weight, epilogue, spread=True)
+    sizes = {16, 32} if isinstance(weight, Tensor) or weight.type != "Q6_K" else {64}
+    tried = [
+        replace(own, block_n=n, block_k=k, split_k=parts, num_stages=stages)
+        for n in sorted(sizes)
+        for k in (own.block_k // 2, own.block_k)
+        for parts in (1, 2, MAX_PARTS)
+        for stages in (2, 3)
+    ]
+    wider = [replace(cut, num_warps=2 * cut.num_warps) for cut in tried if cut.num_warps == 1 and cut.block_n > 16]
+    return list(dict.fromkeys([own, *tried, *wider]))
+
+
 def time_experts(type: str, clock: Clock, rows: tuple[int, ...]) -> Iterator[Row]:
-    """Routed experts as Mixtral (8 of 14336, 2 used) and as Qwen3-30B-A3B (128 of 768, 8 used) have them."""
-    from ostinato.backends.cuda.triton.experts import bind_experts_down, bind_experts_gate_up, bind_route
-
-    for n_experts, n_used, hidden, ff in ((8, 2, 4096, 14336), (128, 8, 2048, 768)):
-        gate_up, down = weight_of(type, n_experts * 2 * ff, hidden), weight_of(type, n_experts * hidden, ff)
-        x, scores = torch.randn(N_SLOTS, hidden, device=DEVICE), torch.randn(N_SLOTS, n_experts, device=DEVICE)
-        chosen = torch.zeros(N_SLOTS, n_used, dtype=torch.int32, device=DEVICE)
-        shares, act = torch.zeros(N_SLOTS, n_used, device=DEVICE), torch.zeros(N_SLOTS, n_used, ff, device=DEVICE)
-        out = torch.zeros(N_SLOTS, hidden, device=DEVICE)
-        live = torch.tensor([2], dtype=torch.int32, device=DEVICE)
-        more: dict[str, Any] = {"activation": "silu"}
-        more["norm"] = InputNorm(stats_torch(x), torch.ones(hidden, device=DEVICE), None, 1e-5)
-        shape = ExpertShape(n_experts, n_used, ff, renormalise=True)
-        route = bind_route(scores, chosen, shares, live, shape=shape)
-        first = partial(bind_experts_gate_up, x, gate_up, act, chosen, live, **more)
-        second = partial(bind_experts_down, act, down, out, chosen, shares, live, epilogue="store")
-        tried: dict[str, tuple[Callable[..., Any], list[Any]]] = {
-            "gate_up": (first, [None, *tiles(type, "gated")]),
-            "down": (second, [None, *(tile for tile in tiles(type, "add") if tile.split_k == 1)]),
-        }
-        compile_ahead([route, *(bind(tile=tile) for bind, cuts in tried.values() for tile in cuts)], clock)
-        for launch in (route, first(), second()):
-            launch()
-        twins = [t.clone() for t in (chosen, shares, act, out)]
-        route_rows_torch(scores, twins[0], twins[1], live, shape=shape)
-        experts_gate_up_torch(x, gate_up, twins[2], chosen, live, **more)
-        experts_down_torch(act, down, twins[3], chosen, shares, live, epilogue="store")
-        same = torch.equal(chosen[:2], twins[0][:2])
-        apart = [difference(act[:2], twins[2][:2]), difference(out[:2], twins[3][:2])]
-        row: Row = {"case": f"{type} {n_used} of {n_experts}", "differences": apart, "ok": same and max(apart) < 2e-3}
-        live.fill_(N_SLOTS)
-        route()
-        for name, (bind, cuts) in tried.items():
-            row |= time_cuts(name, bind, cuts, live, rows, clock)
-        yield row
+    """A step's routed experts as known models have them: beside their twins, then by tile."""
+    products = list(routed_products(type, max(rows)))
+    tiles_of = {product.name: expert_tiles(product.weight, product.epilogue) for product in products}
+    compile_ahead([one.bind(tile=tile) for one in products for tile in (None, *tiles_of[one.name])], clock)
+    for product in products:
+        cuts = (None, *tiles_of[product.name])
+        yield {"case": f"{type} {product.name}"} | product.checked() | time_cuts(product, cuts, rows, clock)
 
 
-def time_cuts(
-    name: str, bind: Callable[..., Any], cuts: Sequence[Any], live: Tensor, rows: tuple[int, ...], clock: Clock
-) -> Row:
-    """Microseconds of a launch by the table's tile (None) and by the best of those tried, at each number of rows."""
+def time_cuts(product: RoutedProduct, cuts: Sequence[Any], rows: tuple[int, ...], clock: Clock) -> Row:
+    """Microseconds of a launch by the rule's tile (None) and by the best of those tried, at each number of rows."""
     found: list[tuple[float, Any, list[float]]] = []
     for tile in cuts:
         if clock.is_over:
-            print("  time ran out at", name, tile)
+            print("  time ran out at", product.name, tile)
             break
         try:
             times = []
             for r in rows:
-                live.fill_(r)
-                times.append(round(replayed_us([bind(tile=tile)] * 8, rounds=5), 2))
+                product.live.fill_(r)
+                launches = [product.bind(number, tile) for number in range(N_CHOICES)]
+                times.append(round(replayed_us(launches, rounds=5), 2))
             found.append((sum(times), tile, times))
         except Exception as error:  # too much shared memory
-            print("  not this tile:", name, tile, str(error).splitlines()[0][:120])
+            print("  not this tile:", product.name, tile, str(error).splitlines()[0][:120])
     if not found:
         return {}
-    _, best, times = min(found, key=lambda one: one[0])
-    return {f"{name} us": found[0][2], f"{name} best us": times, f"{name} best": str(best)}
+    best = sorted(found, key=lambda one: one[0])[:4]
+    return {"us": found[0][2], "best": [(times, str(tile)) for _, tile, times in best]}
 
 
 def sections(rows: tuple[int, ...], prepared: bool) -> dict[str, Callable[[Clock], Iterator[Row]]]:

@@ -33,7 +33,7 @@ def test_lists_cross_and_every_figure_has_its_limit(ostinato: RunCli) -> None:
     assert ran.code == 0, ran.err
     lines = ran.out.splitlines()
     assert lines[0].startswith("tiny f32, 6 MB of weights, activations wide, KV f32, on ")
-    assert re.fullmatch(r"limit: all weights are read once a step, at \S+ GB/s in eager, \S+ GB/s in loop", lines[-2])
+    assert re.fullmatch(r"limit: a step reads all weights once, at \S+ GB/s in eager, \S+ GB/s in loop", lines[-2])
     table = [line.split() for line in lines[2:-2]]
     tests = [(row[0], row[1], " ".join(row[2:5] if row[3] == "@" else row[2:3])) for row in table]
     assert tests == [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,7 +12,7 @@ import torch
 
 from ostinato.errors import BadOption, HardwareCannot
 from ostinato.lab.bench import Bench, Figure, Task, TimedRun, kv_read_bytes, read_bandwidth, why_not_profiled
-from ostinato.loop.plan import Buffer
+from ostinato.loop.plan import Buffer, Node
 from ostinato.models.named_shapes import SHAPES
 from tests.backends.native.tiled import tiled
 from tests.random_model import WINDOW, random_model, shape_of
@@ -80,6 +82,17 @@ def test_figures_are_medians_of_the_repeats() -> None:
     runs = tuple(TimedRun(100, seconds, 2 * seconds) for seconds in (1.0, 2.0, 10.0))
     figure = Figure(Task("tg", 100, 0, 1, "loop"), runs, 50.0, 1e4)
     assert (figure.tok_s, figure.host_tok_s, figure.limit_tok_s) == (50.0, 25.0, 200.0)
+
+
+def test_a_step_must_read_the_experts_that_its_rows_use_and_all_other_weights() -> None:
+    node = Node("down", "down", lambda: None, (), (), 1000, None, 800, 1 / 8)
+    assert node.read_bytes(1) == pytest.approx(200 + 100)
+    # Of many draws of two experts of 16 by each of four rows, as many are used as is said.
+    chance, seen = random.Random(0), []
+    for _ in range(4000):
+        seen.append(len({expert for _ in range(4) for expert in chance.sample(range(16), 2)}))
+    assert node.read_bytes(4) == pytest.approx(200 + 800 * statistics.mean(seen) / 16, rel=0.01)
+    assert node.read_bytes(100) == pytest.approx(1000, rel=1e-3)
 
 
 @pytest.mark.parametrize("mode", ["eager", "twin"])

@@ -61,6 +61,7 @@ class BenchModel:
     weight_bytes: int  # of the latter
     settled: Settled  # for the highest mode
     why_not: Mapping[str, str | None]  # each mode and why it cannot run here
+    routed: bool  # has experts
 
     @property
     def in_tiles(self) -> bool:
@@ -178,6 +179,7 @@ def _of_file(name: str, bare: Bare, options: LoadOptions) -> BenchModel:
         weight_bytes=MemoryPlan(backend_of(settled), bare.shape, tensors, settled, 0).bytes_of("weights"),
         settled=settled,
         why_not=why_not(LoadCase(bare.shape, tensors, _least_of(options), machine)),
+        routed=bare.shape.experts is not None,
     )
 
 
@@ -235,6 +237,7 @@ def _random(shape: str, type: str | None, options: LoadOptions) -> BenchModel:
         weight_bytes=room(False).bytes_of("weights"),
         settled=settled,
         why_not=why_not(LoadCase(sizes, file.tensors, _least_of(options), machine)),
+        routed=sizes.experts is not None,
     )
 
 
@@ -283,12 +286,16 @@ def _measure(
         model = None  # freed before the next is loaded
         del bench
     if not as_json:
-        write_line(cached or f"limit: all weights are read once a step, {_spoken(reads)}")
+        write_line(cached or f"limit: a step reads {_what_is_read(source)} once, {_spoken(reads)}")
         for one in profiles:
             _show_profile(one, reads[one.mode])
     if plot is not None:
         draw(figures, _head(facts), plot)
     write_json({**facts, "figures": list(map(_record, figures)), "profiles": [asdict(one) for one in profiles]})
+
+
+def _what_is_read(source: BenchModel) -> str:
+    return "all weights, but of experts those that its rows use," if source.routed else "all weights"
 
 
 def _by_weights(modes: list[str], source: BenchModel) -> list[tuple[bool, list[str]]]:

@@ -216,7 +216,8 @@ class Bench:
             list(request)
             n = len(request.spec.prompt) - request.cached_tokens
             runs.append(TimedRun(n, request.prefill_s, request.prefill_s))
-        weights, rows = engine.runner.plan.weight_bytes, engine.runner.chunks.rows
+        rows = engine.runner.chunks.rows
+        weights = engine.runner.plan.read_bytes(rows)
         starts = range(len(before), len(before) + task.n_tokens, rows)
         kept = sum(kv_read_bytes(self.model.shape, self.kv_type, start + rows - 1) for start in starts)
         return Figure(task, tuple(runs[1:]), (len(starts) * weights + kept) / task.n_tokens, self.bandwidth)
@@ -236,7 +237,7 @@ class Bench:
                 break
         runs = tuple(TimedRun(len(window.tokens), window.device_s, window.host_s) for window in windows)
         positions = [token.position for window in windows for token in window.tokens]
-        weights = engine.runner.plan.weight_bytes
+        weights = engine.runner.plan.read_bytes(task.batch)
         # A token at position p came of a step that took in the one before it.
         kept = statistics.fmean(kv_read_bytes(self.model.shape, self.kv_type, position - 1) for position in positions)
         return Figure(task, runs, weights / task.batch + kept, self.bandwidth)
@@ -260,7 +261,7 @@ class Bench:
             spent, nodes = timer.microseconds(), driver.runner.plan.nodes
             between = getattr(timer, "between", lambda n: None)(n_steps)  # which marks of the device show
         kinds = dict.fromkeys(node.kind for node in nodes)
-        times = tuple(_kind_time(kind, nodes, spent, n_steps) for kind in kinds)
+        times = tuple(_kind_time(kind, nodes, spent, n_steps, batch) for kind in kinds)
         return Profile(batch, depth, times, mode, between)
 
     def decoded(self, mode: str, *, n_prompt: int, n_gen: int) -> dict[str, Any]:
@@ -444,7 +445,7 @@ def _timer_for(runner: Runner) -> _Timer:
     return Stamps(nodes, device)
 
 
-def _kind_time(kind: str, nodes: Sequence[Node], spent: dict[str, float], n_steps: int) -> KindTime:
+def _kind_time(kind: str, nodes: Sequence[Node], spent: dict[str, float], n_steps: int, batch: int) -> KindTime:
     mine = [node for node in nodes if node.kind == kind]
     microseconds = sum(spent.get(node.name, 0.0) for node in mine) / n_steps
-    return KindTime(kind, len(mine), microseconds, sum(node.weight_bytes for node in mine))
+    return KindTime(kind, len(mine), microseconds, round(sum(node.read_bytes(batch) for node in mine)))

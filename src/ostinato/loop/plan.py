@@ -79,12 +79,20 @@ class Node:
     run: Callable[[], object]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    weight_bytes: int = 0  # bytes of weights that one step reads here
+    weight_bytes: int = 0  # bytes of weights that belong here
     n_launches: int | None = None  # kernels that it launches; None where torch decides how many
+    routed_bytes: int = 0  # of the weights, those of routed experts
+    routed_share: float = 1.0  # of the routed experts, those that a row uses
 
     @property
     def text(self) -> str:
         return f"{self.name} ({self.kind}): {', '.join(self.reads)} -> {', '.join(self.writes)}"
+
+    def read_bytes(self, n_rows: int) -> float:
+        """Bytes of weights that a step of so many rows must read: of routed experts those that rows use which choose
+        independently of each other, each once."""
+        used = 1.0 - (1.0 - self.routed_share) ** n_rows
+        return self.weight_bytes - self.routed_bytes * (1.0 - used)
 
 
 @dataclass(frozen=True)
@@ -121,8 +129,11 @@ class Plan:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that one step reads."""
         return sum(node.weight_bytes for node in self.nodes)
+
+    def read_bytes(self, n_rows: int) -> float:
+        """Bytes of weights that a step of so many rows must read."""
+        return sum(node.read_bytes(n_rows) for node in self.nodes)
 
     @property
     def n_launches(self) -> int | None:

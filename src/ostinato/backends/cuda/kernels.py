@@ -23,7 +23,12 @@ def triton_kernels(chip: Chip) -> Kernels:
     from ostinato.backends.cuda.triton.chunk_attention import bind_append_chunk, bind_chunk_attention
     from ostinato.backends.cuda.triton.delta import bind_delta_runs, bind_short_conv_runs
     from ostinato.backends.cuda.triton.embed import bind_embed
-    from ostinato.backends.cuda.triton.experts import bind_experts_down, bind_experts_gate_up, bind_route
+    from ostinato.backends.cuda.triton.experts import (
+        bind_experts_down,
+        bind_experts_gate_up,
+        bind_route,
+        experts_workspace,
+    )
     from ostinato.backends.cuda.triton.gate_heads import bind_gate_heads
     from ostinato.backends.cuda.triton.gemm import bind_gemm
     from ostinato.backends.cuda.triton.join_parts import bind_join_parts
@@ -48,6 +53,7 @@ def triton_kernels(chip: Chip) -> Kernels:
         sample=bind_sample,
         attend_workspace=attend_workspace,
         sample_workspace=sample_workspace,
+        experts_workspace=experts_workspace,
         norm=bind_norm,
         gemm=partial(bind_gemm, chip=chip),
         append_chunk=bind_append_chunk,

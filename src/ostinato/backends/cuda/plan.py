@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -186,7 +187,14 @@ class FusedPlan:
         self._workspace = kernels.attend_workspace(self._n_slots, heads, model.device) if heads else None
         self._latent_workspace = kernels.latent_workspace(self._n_slots, latents, model.device) if latents else None
         self._sample_workspace = kernels.sample_workspace(self._n_slots, model.shape.vocab, model.device)
-        workspaces = {"attend": self._workspace, "latent": self._latent_workspace, "sample": self._sample_workspace}
+        self._experts_workspace = None
+        if (experts := model.shape.experts) is not None:
+            widths = experts.ff_width, experts.latent_width or model.shape.hidden
+            self._experts_workspace = kernels.experts_workspace(self._n_slots, experts.n_used, widths, model.device)
+        workspaces = {
+            **{"attend": self._workspace, "latent": self._latent_workspace},
+            **{"sample": self._sample_workspace, "experts": self._experts_workspace},
+        }
         for owner, made in workspaces.items():
             for number, (_, tensor) in enumerate(tensors_of(made, "")):
                 self._buffers[f"{owner}.workspace.{number}"] = tensor
@@ -226,7 +234,7 @@ class FusedPlan:
         weights: Mapping[str, Any] | None = None,
         share: float = 1.0,
     ) -> None:
-        """`share`: of the weights that one row reads."""
+        """`share`: of the weights that a row uses; less than all of routed experts."""
         n_bytes = 0
         names = []
         for label, weight in (weights or {}).items():
@@ -235,7 +243,13 @@ class FusedPlan:
                 names.append(f"{label}.{number}")
                 n_bytes += tensor.nbytes
         n_launches = len(run.parts) if isinstance(run, Launches) else 1
-        self._nodes.append(Node(name, kind, run, (*reads, "table", *names), writes, int(n_bytes * share), n_launches))
+        routed = n_bytes if share < 1 else 0
+        read = (*reads, "table", *names)
+        self._nodes.append(Node(name, kind, run, read, writes, n_bytes, n_launches, routed, share))
+
+    def _scratch(self, owner: str) -> tuple[str, ...]:
+        """The buffers of a workspace by name."""
+        return tuple(name for name in self._buffers if name.startswith(f"{owner}.workspace"))
 
     def _embed(self) -> None:
         model = self._model
@@ -350,7 +364,7 @@ class FusedPlan:
         kv = paged_kv_of(self._memory, number)
         rows = StepRows.of(self._table, self._memory.group_of[number])
         run = self._kernels.attend(qkv, attended, kv, rows, heads, self._workspace)
-        scratch = tuple(name for name in self._buffers if name.startswith("attend.workspace"))
+        scratch = self._scratch("attend")
         self._add(name, "attend", run, ("qkv", *names, *scratch), ("attended", *names, *scratch))
         if attention.shape.gated:
             opened = self._kernels.gate_heads(qkv, attended, heads, self._n_rows)
@@ -378,7 +392,7 @@ class FusedPlan:
         kv = latent_kv_of(self._memory, attention.layer)
         rows = StepRows.of(self._table, self._memory.group_of[attention.layer])
         attend = self._kernels.attend_latent(query, seen, kv, rows, latent, self._latent_workspace)
-        scratch = tuple(name for name in self._buffers if name.startswith("latent.workspace"))
+        scratch = self._scratch("latent")
         for stage in latent_stages(attention, latent, own, query, seen, kv, rows, self._kernels, attend):
             reads, writes = (tuple(map(self._name_of, tensors)) for tensors in (stage.reads, stage.writes))
             kept = (*names, *scratch) if stage.states else ()
@@ -451,10 +465,12 @@ class FusedPlan:
             given, norm = s.latent, None
         gate_up, share = flat(mlp.gate_up), shape.n_used / shape.n_experts
         into: dict[str, Any] = {"norm": norm, "bias": mlp.gate_up_bias, "gated": shape.gated}
-        into["activation"] = mlp.activation
+        into |= {"activation": mlp.activation, "workspace": self._experts_workspace}
         run = kernels.experts_gate_up(given, gate_up, s.expert_act, chosen, self._n_rows, **into)
-        reads = (self._name_of(given), *(() if norm is None else ("stats",)), "experts")
-        self._add(f"{at}.gate_up", "gate_up", run, reads, ("expert_act",), {f"{at}.gate_up": gate_up}, share)
+        scratch = self._scratch("experts")
+        reads = (self._name_of(given), *(() if norm is None else ("stats",)), "experts", *scratch)
+        writes = ("expert_act", *scratch)
+        self._add(f"{at}.gate_up", "gate_up", run, reads, writes, {f"{at}.gate_up": gate_up}, share)
         if mlp.shared is not None:
             self._shared_down(f"{at}.shared.down", mlp.shared, layer.after_mlp, shared_share, mlp.norms)
         self._experts_down(number, layer, mlp, share, following, scale)
@@ -486,18 +502,17 @@ class FusedPlan:
         adds = after is None or (mlp.shared is not None and mlp.norms is None)
         out, stats, prepared = self._residual_or_y(after, following)
         left: dict[str, Any] = {"epilogue": "add" if adds else "store", "stats": stats, "prepared": prepared}
-        writes = self._name_of(out)
-        reads, beside = ("expert_act", "experts", "shares"), (*self._beside_x, writes, "y_stats")
-        given = s.expert_act, flat(mlp.down)
+        writes, scratch = self._name_of(out), self._scratch("experts")
+        reads = ("expert_act", "experts", "shares", *scratch)
+        beside = (*self._beside_x, writes, "y_stats", *scratch)
+        given, chosen = (s.expert_act, flat(mlp.down)), (s.experts[number], s.shares, self._n_rows)
+        down = partial(self._kernels.experts_down, bias=mlp.down_bias, workspace=self._experts_workspace)
         if mlp.out_of_latent is None:
-            run = self._kernels.experts_down(
-                *given, out, s.experts[number], s.shares, self._n_rows, bias=mlp.down_bias, **left
-            )
+            run = down(*given, out, *chosen, **left)
             self._add(f"{at}.down", "down", run, (*reads, writes), beside, {f"{at}.down": given[1]}, share)
         else:
-            chosen = s.experts[number], s.shares, self._n_rows
-            run = self._kernels.experts_down(*given, s.latent_out, *chosen, bias=mlp.down_bias, epilogue="store")
-            self._add(f"{at}.down", "down", run, reads, ("latent_out",), {f"{at}.down": given[1]}, share)
+            run = down(*given, s.latent_out, *chosen, epilogue="store")
+            self._add(f"{at}.down", "down", run, reads, ("latent_out", *scratch), {f"{at}.down": given[1]}, share)
             self._product(f"{at}.out_of_latent", "down", s.latent_out, mlp.out_of_latent, out, **left)
         if mlp.norms is not None:
             assert after is not None
@@ -562,7 +577,7 @@ class FusedPlan:
             self._add("masks", "masks", self._kernels.masks(self._tables), used, used)
         given = self.step.logits, self._table, self._sample_workspace, SampledRows.of(self._table)
         launches = self._kernels.sample(*given, n_tokens=self._n_tokens)
-        scratch = tuple(name for name in self._buffers if name.startswith("sample.workspace"))
+        scratch = self._scratch("sample")
         for name, run in launches:
             self._add(f"sample.{name}", "sample", run, ("logits", *scratch), ("table", *scratch))
 

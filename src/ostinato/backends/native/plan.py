@@ -605,5 +605,8 @@ def native_plan(model: ModelBlocks, memory: NativePages, tables: Tables, step: N
     written = ("table", "logits", "step.workspace", *(buffer.name for buffer in kept))
     read = (*written, *(buffer.name for buffer in weights))
     n_bytes = sum(buffer.n_bytes for buffer in weights)
-    node = Node("step", "native step", step.step, read, written, n_bytes)
+    routed = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)]
+    routed_bytes = sum(array.nbytes for mlp in routed for _, array in memory_in((mlp.gate_up, mlp.down), "routed"))
+    share = routed[0].experts.n_used / routed[0].experts.n_experts if routed else 1.0
+    node = Node("step", "native step", step.step, read, written, n_bytes, None, routed_bytes, share)
     return Plan("cpu", (*own, *kept, *weights), (node,), PAGE_TOKENS, constants)

@@ -64,6 +64,7 @@ class Kernels:
     sample: Callable[..., Sequence[tuple[str, Launch]]]  # several launches, by name
     attend_workspace: Callable[..., Any]
     sample_workspace: Callable[..., Any]
+    experts_workspace: Callable[..., Any]
     # Of a prompt's chunk
     norm: Bind
     gemm: Bind
@@ -102,6 +103,9 @@ def twin_kernels() -> Kernels:
     def heads_product(*given: Any, step: bool, **more: Any) -> Launch:
         return partial(heads_product_torch, *given, **more)
 
+    def experts(twin: Callable[..., None], *given: Any, workspace: Any = None, **more: Any) -> Launch:
+        return partial(twin, *given, **more)
+
     def sample(logits: Any, table: Any, workspace: Any, rows: Any, **more: Any) -> list[tuple[str, Launch]]:
         return [("choose", partial(sample_step_torch, logits, table, rows, **more))]
 
@@ -111,12 +115,13 @@ def twin_kernels() -> Kernels:
         attend=attend,
         add_norm=partial(partial, add_norm_torch),
         route=partial(partial, route_rows_torch),
-        experts_gate_up=partial(partial, experts_gate_up_torch),
-        experts_down=partial(partial, experts_down_torch),
+        experts_gate_up=partial(experts, experts_gate_up_torch),
+        experts_down=partial(experts, experts_down_torch),
         masks=partial(partial, find_masks),
         sample=sample,
         attend_workspace=lambda *_: None,
         sample_workspace=lambda *_: None,
+        experts_workspace=lambda *_: None,
         norm=partial(partial, norm_rows_torch),
         gemm=partial(partial, gemm_torch),
         append_chunk=partial(partial, append_chunk_torch),

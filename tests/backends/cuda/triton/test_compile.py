@@ -87,13 +87,19 @@ def gemm_case(type: str) -> Case:
 
 
 def expert_cases() -> list[Case]:
-    from ostinato.backends.cuda.triton.experts import bind_experts_down, bind_experts_gate_up, bind_route
+    from ostinato.backends.cuda.triton.experts import (
+        bind_experts_down,
+        bind_experts_gate_up,
+        bind_route,
+        experts_workspace,
+    )
     from ostinato.backends.weights import Stack
     from ostinato.models.shape import ExpertGroups, ExpertShape
 
-    x, act = torch.zeros(8, 1024), torch.zeros(8, 2, 512)
+    x, act, wide = torch.zeros(8, 1024), torch.zeros(8, 2, 512), torch.zeros(8, 2, 2048)
     live, chosen = torch.ones(1, dtype=torch.int32), torch.zeros(8, 2, dtype=torch.int32)
     shares = torch.zeros(8, 2)
+    step: Any = {"workspace": experts_workspace(8, 2, (512, 1024), x.device)}
     plain = ExpertShape(60, 2, 8, renormalise=True)
     groups = replace(plain, scoring="sigmoid", choice_bias=True, groups=ExpertGroups(5, 2, 2), shared_gate=True)
     beside = {"bias": torch.zeros(60), "shared": torch.zeros(8)}
@@ -107,10 +113,12 @@ def expert_cases() -> list[Case]:
     cases.append(case_of("plain experts with biases", biased))
     # Q6_K takes the compiler longer here than all others together; its decoding is compiled below every day.
     for type in ("Q4_0", "Q8_0", "Q4_K", "MXFP4", *(("Q6_K",) if soaking() else ())):
-        launch = bind_experts_gate_up(x, weights(type, 2048, 1024), act, chosen, live, activation="silu")
+        launch = bind_experts_gate_up(x, weights(type, 2048, 1024), act, chosen, live, activation="silu", **step)
         cases.append(case_of(f"experts gate_up {type}", launch))
+    together = bind_experts_down(act, weights("Q4_0", 2048, 512), x, chosen, shares, live)
+    cases.append(case_of("experts down of a prompt", together))
     for type in ("BF16", "Q5_1", "Q5_K", "Q6_K", "MXFP4"):
-        launch = bind_experts_down(act, weights(type, 2048, 512), x, chosen, shares, live)
+        launch = bind_experts_down(wide, weights(type, 2048, 2048), x, chosen, shares, live, **step)
         cases.append(case_of(f"experts down {type}", launch))
     apart = Stack((weights("Q5_0", 1024, 1024), weights("Q4_1", 1024, 1024)))
     pair: Any = bind_experts_gate_up(x, apart, act, chosen, live, activation="silu")

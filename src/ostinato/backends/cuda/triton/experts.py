@@ -4,11 +4,17 @@ The experts' matrices stand on top of each other, dense or packed: for each expe
 two types are a `Stack` of both, each of all experts. x, out and n_rows are as in `matmul.py`. A row stands alone in its
 programs and its experts are added in order of their ids, so its bits depend on the row alone. Bound by reading the
 chosen experts once for each row.
+
+A step has few rows, and each reads a few matrices: one program for each tile of a row's outputs would leave most of the
+card idle. Given a workspace, each expert and each part of its columns is a program of its own, and the last of those
+that share outputs adds their sums up, in order. Rows of a prompt are many, and need none.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import torch
@@ -38,16 +44,46 @@ from ostinato.backends.cuda.triton.matmul import (
     sigmoid,
     weight_arguments,
 )
-from ostinato.backends.cuda.triton.tiles import Given, Tile, fitted, tile_for
+from ostinato.backends.cuda.triton.tiles import Given, Tile, fitted, step_columns, tile_for
 from ostinato.backends.machine import TUNED, Chip
 from ostinato.backends.torch.ops.experts import LEAST_SUM
-from ostinato.backends.torch.ops.matmul import InputNorm, PreparedInput
+from ostinato.backends.torch.ops.matmul import Epilogue, InputNorm, PreparedInput
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import InternalError
 from ostinato.models.shape import Activation, ExpertGroups, ExpertShape
 
 ROWS: Final = 8  # of a tile, in which one row stands alone
+LEAST_BLOCK_N, MAX_BLOCK_N = 16, 64  # outputs of a program
+MAX_PARTS: Final = 4  # of an expert's columns, in programs of their own
+FEW_ITERATIONS: Final = 3  # of a program, where there are parts enough
+# What of a step's cut is not as `tile_for` and the parts above have it, by type and epilogue; measured
+# (`bench/kernels.py`, sections experts-TYPE).
+SPREAD_CUTS: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = MappingProxyType(
+    {
+        ("MXFP4", "gated"): {"split_k": 2},
+        ("MXFP4", "store"): {"block_n": 32, "num_stages": 2},
+        ("Q6_K", "store"): {"block_k": 64},
+        ("Q8_0", "store"): {"split_k": 2},
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWorkspace:
+    """Where the programs that share a row's outputs leave their sums, and how many of them have."""
+
+    parts: Tensor
+    arrivals: Tensor
+
+
+def experts_workspace(n_slots: int, n_used: int, widths: Sequence[int], device: torch.device) -> ExpertWorkspace:
+    """A workspace for products of so many outputs (gate and up count as one), zeroed; kernels leave `arrivals` zero."""
+    n, wide = n_slots * n_used, max(-(-width // MAX_BLOCK_N) * MAX_BLOCK_N for width in widths)
+    return ExpertWorkspace(
+        torch.zeros(n * MAX_PARTS * 2 * wide, dtype=torch.float32, device=device),
+        torch.zeros(n * (wide // LEAST_BLOCK_N), dtype=torch.int32, device=device),
+    )
 
 
 @triton.jit
@@ -137,17 +173,46 @@ def add_bias(acc, bias_ptr, expert, n, first, N: tl.constexpr, STRIDE: tl.conste
 
 
 @triton.jit
+def leave_sums(acc, parts_ptr, at, n, ROWS: tl.constexpr):
+    """Of acc [BLOCK_N, ROWS] the sums of the row that stands alone, to the workspace."""
+    first = (tl.arange(0, ROWS) == 0)[None, :]
+    tl.store(parts_ptr + at + n, tl.sum(tl.where(first, acc, 0.0), 1))
+
+
+@triton.jit
+def is_last(arrivals_ptr, group, PARTS: tl.constexpr):
+    """Whether all other programs of the group have left their sums; then the count begins anew."""
+    # All of this program's stores come before its arrival, and the last to arrive sees everyone's.
+    tl.debug_barrier()
+    last = tl.atomic_add(arrivals_ptr + group, 1, sem="acq_rel") == PARTS - 1
+    if last:
+        tl.atomic_xchg(arrivals_ptr + group, 0, sem="relaxed")
+    return last
+
+
+@triton.jit
+def sums_of(parts_ptr, at, n, STRIDE: tl.constexpr, SPLIT_K: tl.constexpr):
+    """The sums that SPLIT_K programs left, in order: [BLOCK_N, 1]."""
+    total = tl.load(parts_ptr + at + n, cache_modifier=".cg")
+    for i in tl.static_range(1, SPLIT_K):
+        total += tl.load(parts_ptr + at + i * STRIDE + n, cache_modifier=".cg")
+    return total[:, None]
+
+
+@triton.jit
 def experts_gate_up_kernel(
-    x_ptr, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr, out_ptr, expert_ptr, n_rows_ptr,
-    stats_in_ptr, norm_weight_ptr, norm_bias_ptr, eps, bias_ptr, BIAS_FIRST: tl.constexpr, BIAS_STRIDE: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, N_USED: tl.constexpr, K_STATS: tl.constexpr, STATS_WIDE: tl.constexpr,
+    x_ptr, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr, out_ptr, expert_ptr, n_rows_ptr, parts_ptr,
+    arrivals_ptr, stats_in_ptr, norm_weight_ptr, norm_bias_ptr, eps, bias_ptr, BIAS_FIRST: tl.constexpr,
+    BIAS_STRIDE: tl.constexpr, N: tl.constexpr, K: tl.constexpr, N_USED: tl.constexpr, K_STATS: tl.constexpr,
+    STATS_WIDE: tl.constexpr,
     NORM: tl.constexpr, EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, W: tl.constexpr,
-    RUN: tl.constexpr, ASM: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
+    RUN: tl.constexpr, ASM: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N values of one row's j-th expert. Grid: rows times N_USED, output tiles. A row stands alone
-    in its tile, whatever its neighbours chose. GATED: gate and up at once; ACT and MULTIPLY: one after the other."""
-    place, n_tile = tl.program_id(0), tl.program_id(1)
+    """One program: BLOCK_N values of one row's j-th expert. Grid: rows times N_USED, output tiles, parts of the
+    columns. A row stands alone in its tile, whatever its neighbours chose. GATED: gate and up at once; ACT and
+    MULTIPLY: one after the other."""
+    place, n_tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = place // N_USED
     if row >= tl.load(n_rows_ptr):
         return
@@ -168,9 +233,22 @@ def experts_gate_up_kernel(
     up = gate + N if TWO else gate
     acc, second = product(
         x_ptr, norm_weight_ptr, norm_bias_ptr, row, row + 1, mean, root, w_ptr, high_ptr, w_scale_ptr, block_ptr,
-        pairs_ptr, gate, up, 0, K, NORM, TWO, BLOCK_N, BLOCK_K, SLICES, 1, ROWS, TYPE, W, RUN, STAGES, ASM, False,
-        NARROW, PRECISION, False,
+        pairs_ptr, gate, up, part, K, NORM, TWO, BLOCK_N, BLOCK_K, SLICES, SPLIT_K, ROWS, TYPE, W, RUN, STAGES, ASM,
+        False, NARROW, PRECISION, False,
     )  # fmt: skip
+    if SPLIT_K > 1:
+        LANES: tl.constexpr = 2 if TWO else 1
+        STRIDE: tl.constexpr = LANES * BLOCK_N
+        group = place * tl.num_programs(1) + n_tile
+        here, own = group * (SPLIT_K * STRIDE), tl.arange(0, BLOCK_N)
+        leave_sums(acc, parts_ptr, here + part * STRIDE, own, ROWS)
+        if TWO:
+            leave_sums(second, parts_ptr, here + part * STRIDE + BLOCK_N, own, ROWS)
+        if not is_last(arrivals_ptr, group, SPLIT_K):
+            return
+        acc = sums_of(parts_ptr, here, own, STRIDE, SPLIT_K) + tl.zeros((BLOCK_N, ROWS), tl.float32)
+        if TWO:
+            second = sums_of(parts_ptr, here + BLOCK_N, own, STRIDE, SPLIT_K) + tl.zeros((BLOCK_N, ROWS), tl.float32)
     if NORM > NO_NORM and NORM < LAYER:
         acc *= root[None, :]
         second *= root[None, :]
@@ -188,31 +266,52 @@ def experts_gate_up_kernel(
 
 @triton.jit
 def experts_down_kernel(
-    x_ptr, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr, out_ptr, expert_ptr, share_ptr, n_rows_ptr,
-    stats_ptr, prepared_ptr, prepared_weight_ptr, bias_ptr,
+    x_ptr, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr, out_ptr, expert_ptr, share_ptr, n_rows_ptr, parts_ptr,
+    arrivals_ptr, stats_ptr, prepared_ptr, prepared_weight_ptr, bias_ptr,
     N: tl.constexpr, K: tl.constexpr, N_USED: tl.constexpr, N_STATS: tl.constexpr, EPILOGUE: tl.constexpr,
     TYPE: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr, NARROW: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
-    STAGES: tl.constexpr, ROWS: tl.constexpr,
+    SPLIT_K: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_N outputs of one row, over its experts in order. Grid: rows, output tiles."""
-    row, n_tile = tl.program_id(0), tl.program_id(1)
+    """BLOCK_N outputs of one row, over its experts in order. Grid: rows, output tiles; if SPREAD, rows times N_USED,
+    output tiles, parts of an expert's columns."""
+    n_tile, part = tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(0) // N_USED if SPREAD else tl.program_id(0)
     if row >= tl.load(n_rows_ptr):
         return
     n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = tl.minimum(n, N - 1)
     nothing = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    for j in range(N_USED):
-        place = row * N_USED + j
-        expert = tl.load(expert_ptr + place)
-        n_expert = expert * N + inside
+    if SPREAD:
+        place, own = tl.program_id(0), tl.arange(0, BLOCK_N)
+        n_expert = tl.load(expert_ptr + place) * N + inside
         acc, _second = product(
             x_ptr, None, None, place, place + 1, nothing, nothing, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr,
-            n_expert, n_expert, 0, K, NO_NORM, False, BLOCK_N, BLOCK_K, SLICES, 1, ROWS, TYPE, W, RUN, STAGES, ASM,
-            False, NARROW, PRECISION, False,
+            n_expert, n_expert, part, K, NO_NORM, False, BLOCK_N, BLOCK_K, SLICES, SPLIT_K, ROWS, TYPE, W, RUN, STAGES,
+            ASM, False, NARROW, PRECISION, False,
         )  # fmt: skip
-        total += add_bias(acc, bias_ptr, expert, n, 0, N, N) * tl.load(share_ptr + place)
+        EXPERT: tl.constexpr = SPLIT_K * BLOCK_N
+        group = row * tl.num_programs(1) + n_tile
+        here = group * (N_USED * EXPERT)
+        leave_sums(acc, parts_ptr, here + place % N_USED * EXPERT + part * BLOCK_N, own, ROWS)
+        if not is_last(arrivals_ptr, group, N_USED * SPLIT_K):
+            return
+        for j in tl.static_range(N_USED):
+            of_expert = sums_of(parts_ptr, here + j * EXPERT, own, BLOCK_N, SPLIT_K)
+            expert = tl.load(expert_ptr + row * N_USED + j)
+            total += add_bias(of_expert, bias_ptr, expert, n, 0, N, N) * tl.load(share_ptr + row * N_USED + j)
+    else:
+        for j in range(N_USED):
+            place = row * N_USED + j
+            expert = tl.load(expert_ptr + place)
+            n_expert = expert * N + inside
+            acc, _second = product(
+                x_ptr, None, None, place, place + 1, nothing, nothing, w_ptr, high_ptr, w_scale_ptr, block_ptr,
+                pairs_ptr, n_expert, n_expert, 0, K, NO_NORM, False, BLOCK_N, BLOCK_K, SLICES, 1, ROWS, TYPE, W, RUN,
+                STAGES, ASM, False, NARROW, PRECISION, False,
+            )  # fmt: skip
+            total += add_bias(acc, bias_ptr, expert, n, 0, N, N) * tl.load(share_ptr + place)
     rows = row + tl.arange(0, ROWS)
     put(
         total, out_ptr, stats_ptr, prepared_ptr, prepared_weight_ptr, rows, rows == row, n, n_tile * BLOCK_N, N, N,
@@ -272,6 +371,7 @@ def bind_experts_gate_up(
     bias: Tensor | None = None,
     gated: bool = True,
     activation: Activation,
+    workspace: ExpertWorkspace | None = None,
     tile: Tile | None = None,
     chip: Chip = TUNED,
 ) -> TritonLaunch | Launches:
@@ -293,7 +393,9 @@ def bind_experts_gate_up(
         if n_outputs % (2 * n if epilogue == "gated" else n):
             raise InternalError(f"{n_outputs} rows of experts are not whole {epilogue} matrices of {n} outputs")
         taken = Given.of(ROWS, x, norm)
-        cut = _alone(fitted(tile_for(part, epilogue), part, epilogue, taken, chip) if tile is None else tile)
+        cut = tile
+        if cut is None:
+            cut = fitted(expert_tile(part, epilogue, spread=workspace is not None), part, epilogue, taken, chip)
         given = shared | {
             "x_ptr": checked("x", x, dtype=EITHER, shape=(1, k), device=device),
             **norm_arguments(norm, n_slots, k, device),
@@ -301,7 +403,11 @@ def bind_experts_gate_up(
             **cut_arguments(part, cut, device, chip),
             **{"out_ptr": out, "N": n, "K": k, "EPILOGUE": EPILOGUES[epilogue], "BIAS_FIRST": first},
         }
-        grid = (n_slots * n_used, triton.cdiv(n, cut.block_n))
+        grid = (n_slots * n_used, triton.cdiv(n, cut.block_n), cut.split_k)
+        lanes = 2 if epilogue == "gated" else 1
+        given |= _left(
+            workspace if cut.split_k > 1 else None, cut, grid[0] * grid[1], grid[0] * grid[1] * lanes, device
+        )
         return TritonLaunch.of(experts_gate_up_kernel, grid, given, **options_of(cut))
 
     if not isinstance(weight, Stack):
@@ -324,6 +430,7 @@ def bind_experts_down(
     bias: Tensor | None = None,
     stats: Tensor | None = None,
     prepared: PreparedInput | None = None,
+    workspace: ExpertWorkspace | None = None,
     tile: Tile | None = None,
     chip: Chip = TUNED,
 ) -> TritonLaunch:
@@ -332,17 +439,39 @@ def bind_experts_down(
     n_outputs, columns = shape_of(weight)
     if n_outputs % n:
         raise InternalError(f"{n_outputs} rows of experts are not whole matrices of {n}")
-    cut = _alone(fitted(tile_for(weight), weight, "store", Given.of(ROWS, x), chip) if tile is None else tile)
+    spread = workspace is not None
+    cut = tile
+    if cut is None:
+        cut = fitted(expert_tile(weight, "store", spread=spread), weight, "store", Given.of(ROWS, x), chip)
     if bias is not None:
         checked("bias", bias, dtype=torch.float32, shape=(1, n), device=device)
+    n_tiles = triton.cdiv(n, cut.block_n)
     given = _chosen(experts, shares, n_rows, n_slots, n_used, device) | {
         "x_ptr": checked("x", x, dtype=EITHER, shape=(1, n_used, columns), device=device),
         **weight_arguments(weight, device),
         **cut_arguments(weight, cut, device, chip),
         **out_arguments(out, stats, prepared, n_slots, n, device),
-        **{"N": n, "K": k, "EPILOGUE": EPILOGUES[epilogue], "bias_ptr": bias},
+        **{"N": n, "K": k, "EPILOGUE": EPILOGUES[epilogue], "bias_ptr": bias, "SPREAD": spread},
+        **_left(workspace, cut, n_slots * n_tiles, n_slots * n_used * n_tiles, device),
     }
-    return TritonLaunch.of(experts_down_kernel, (n_slots, triton.cdiv(n, cut.block_n)), given, **options_of(cut))
+    grid = (n_slots * n_used, n_tiles, cut.split_k) if spread else (n_slots, n_tiles)
+    return TritonLaunch.of(experts_down_kernel, grid, given, **options_of(cut))
+
+
+def _left(
+    workspace: ExpertWorkspace | None, cut: Tile, n_groups: int, n_tiles: int, device: torch.device
+) -> dict[str, Any]:
+    """Where so many groups of programs leave the sums of so many tiles, each in `split_k` parts."""
+    given: dict[str, Any] = {"parts_ptr": None, "arrivals_ptr": None, "SPLIT_K": cut.split_k}
+    if workspace is None and cut.split_k > 1:
+        raise InternalError(f"a product of experts in {cut.split_k} parts needs a workspace")
+    if workspace is not None:
+        sizes = {"parts": n_tiles * cut.split_k * cut.block_n, "arrivals": n_groups}
+        for name, size in sizes.items():
+            dtype = torch.float32 if name == "parts" else torch.int32
+            own = getattr(workspace, name)[:size]
+            given[f"{name}_ptr"] = checked(name, own, dtype=dtype, shape=(size,), device=device)
+    return given
 
 
 def _chosen(
@@ -356,6 +485,12 @@ def _chosen(
     return {"expert_ptr": experts, "n_rows_ptr": n_rows, "share_ptr": shares, "N_USED": n_used, "ROWS": ROWS}
 
 
-def _alone(tile: Tile) -> Tile:
-    """A tile for one row at a time: its programs are many, so none shares an output."""
-    return replace(tile, split_k=1)
+def expert_tile(weight: Tensor | Packed, epilogue: Epilogue, *, spread: bool) -> Tile:
+    """How the product of a row with one expert is cut. Spread, its columns are in parts of few iterations."""
+    cut = replace(tile_for(weight, epilogue), split_k=1)
+    if not spread:
+        return cut
+    own = SPREAD_CUTS.get((weight.type, epilogue), {}) if isinstance(weight, Packed) else {}
+    cut = replace(cut, **{name: value for name, value in own.items() if name != "split_k"})
+    n_iterations = -(-shape_of(weight)[1] // step_columns(weight, cut))
+    return replace(cut, split_k=min(own.get("split_k", MAX_PARTS), -(-n_iterations // FEW_ITERATIONS)))
