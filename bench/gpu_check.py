@@ -11,7 +11,7 @@ check for `loop` and one for `persistent` each (`--only calls-persistent`).
 (`bench/gpu_prompts.py`). Where there is a model's file, its weights are taken for what random ones tell little of;
 without it a shape's are, or the check is skipped.
 `lab`: every start of the laboratory gives the closed form, and its persistent kernel what is asked of it; its programs,
-and the engine's own step in every mode (`bench/gpu_lab.py`).
+the engine's own step in every mode, and a `DecodeSession` by hand (`bench/gpu_lab.py`).
 `grammar`: answers under grammars have the tokens of the host's masks, as many launches as free ones, no gap while the
 process is stopped, and nearly the pace of free ones (`bench/gpu_grammars.py`).
 `--as sm_89` runs a part as if the GPU were a smaller one (OSTINATO_CHIP): tiles fit its memory, and kernels are made

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import gpu_check, gpu_lab
 from bench.gpu_frame import Ended, Job, Outcome
+from ostinato.backends.machine import Chip, Machine
+from ostinato.engine.choose import LoadCase, why_not
+from ostinato.files.checkpoint import open_checkpoint
 from ostinato.lab.experiment import SMALL_N, ExperimentRow, accepted
 from ostinato.lab.model import StartCost, Workload
 from ostinato.lab.work import LabMachine, Timing
+from ostinato.models.header import tensors_of
+from ostinato.models.registry import read_shape
+from ostinato.options import LoadOptions
 from tests.lab.stand_in import stand_in
 from tests.test_gpu_check import setting
 
@@ -141,7 +148,55 @@ def test_the_engines_step_runs_in_every_mode_of_a_cpu() -> None:
         "lab-starts",
         "lab-decode",
         "lab-programs",
+        "session",
     }
+
+
+@pytest.mark.slow
+def test_a_session_by_hand_gives_an_llms_tokens_by_one_launch_and_refuses_what_it_should() -> None:
+    done = ended(*gpu_lab.session("cpu", mode="loop"), mode="loop")
+    assert verdicts(gpu_lab.judge_session(setting(device="cpu"), [done])) == {
+        "session-loop": "PASS",
+        "session-persistent": "SKIP",
+    }
+
+
+def test_a_card_can_run_the_sessions_model_in_both_modes_that_the_device_paces(tmp_path: Path) -> None:
+    card = Machine("cuda:0", 1 << 40, 1 << 40, Chip((9, 0), 132, 227 << 10), 13_000)
+    with open_checkpoint(gpu_lab.session_model(tmp_path)) as checkpoint:
+        shape, tensors = read_shape(checkpoint), tensors_of(checkpoint)
+    reasons = why_not(LoadCase(shape, tensors, LoadOptions(slots=2, context=gpu_lab.LONG + 64), card))
+    assert {mode: reasons[mode] for mode in ("loop", "persistent")} == {"loop": None, "persistent": None}
+
+
+SESSION: dict[str, dict[str, Any]] = {
+    "opened": {"mode": "loop"},
+    "example": {"same": True, "tokens": 32, "triggers": 1, "launches": 1, "built": 0, "steps": 15, "live": 0},
+    "refused": {
+        "by": {invariant: invariant for invariant in gpu_lab.REFUSED},
+        "ran_on": True,
+        "tokens": gpu_lab.LONG,
+        "same_plan": True,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "changes", "verdict"),
+    [
+        ("opened", {}, "PASS"),
+        ("opened", {"mode": "graph"}, "FAIL"),
+        ("example", {"same": False}, "FAIL"),
+        ("example", {"launches": 2}, "FAIL"),
+        ("example", {"steps": 14}, "FAIL"),
+        ("refused", {"by": {"I-2": None}}, "FAIL"),
+        ("refused", {"ran_on": False}, "FAIL"),
+        ("refused", {"tokens": 7}, "FAIL"),
+    ],
+)
+def test_a_session_that_differs_in_one_point_fails(what: str, changes: dict[str, Any], verdict: str) -> None:
+    records = [{"what": name, **said, **(changes if name == what else {})} for name, said in SESSION.items()]
+    assert gpu_lab.judge_session(setting(), [ended(*records, mode="loop")])[0].verdict == verdict
 
 
 def test_a_program_that_finds_a_wrong_result_fails() -> None:

@@ -3,11 +3,12 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from bench.nvcc import INSTALLED
+from bench.nvcc import nvcc as find_nvcc
 from ostinato.errors import HardwareCannot
 from ostinato.lab.profile import COUNTERS, commands, counted, counters
 from ostinato.lab.programs import FOLDER, source
@@ -26,20 +27,15 @@ CSV = "\n".join(
 )
 
 
-# Where `make test-compilers` and `.ci/run` install NVIDIA's compiler, and the runtime of CUDA 12, from PyPI.
-INSTALLED = Path(sys.prefix) / "nvcc" / "nvidia"
-CUDA_12 = INSTALLED / "cuda_runtime"
+CUDA_12 = INSTALLED / "cuda_runtime"  # its runtime is installed beside the compiler
 CUDA_12_CARDS = ("75", "80", "86", "89", "90")
 
 
 def nvcc() -> list[str]:
-    """The compiler that is installed, the machine's own first, and where its libraries are."""
-    if own := shutil.which("nvcc"):
-        return [own]
-    ours = INSTALLED / "cu13"
-    if not (ours / "bin" / "nvcc").exists():
+    found = find_nvcc()
+    if found is None:
         pytest.skip("nvcc is not installed; `make test-compilers` installs it")
-    return [str(ours / "bin" / "nvcc"), f"-L{ours / 'lib'}"]
+    return found
 
 
 def compiled(command: list[str], **environment: str) -> None:
