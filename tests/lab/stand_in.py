@@ -8,6 +8,7 @@ as a GPU does: so a kernel can run while the host feeds it. The kernels are nump
 from __future__ import annotations
 
 import ctypes
+import operator
 import sys
 import time
 from collections import Counter
@@ -282,7 +283,7 @@ def stand_in(patch: pytest.MonkeyPatch, *, why_no_while: str | None = None) -> I
     """The laboratory over a card that is none. `why_no_while`: why it has no WHILE graphs."""
     card = Card()
     cuda: dict[str, Any] = {
-        "set_device": lambda _: None,
+        "set_device": operator.index,  # as torch, which refuses a device without an index
         "get_device_name": lambda _: "a stand-in",
         "synchronize": lambda _: card.submit(lambda: None).result(),
         "mem_get_info": lambda _: (FREE_BYTES, FREE_BYTES),

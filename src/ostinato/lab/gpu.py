@@ -69,9 +69,10 @@ class GpuMachine:
         from cuda.core import Device, ObjectCode, Stream
 
         self._device = device = torch.device(name)
-        torch.cuda.set_device(device)
+        index = device.index or 0  # "cuda" is the first card
+        torch.cuda.set_device(index)
         self.name = torch.cuda.get_device_name(device)
-        Device(device.index or 0).set_current()
+        Device(index).set_current()
         torch.zeros(1, device=device)  # torch's context is the one that everything below lives in
         chip = gpu.chip_of(device)
         self.n_cores = chip.n_multiprocessors
