@@ -21,6 +21,14 @@ def _add_lfm2(writer: Any, shape: Shape) -> None:
     writer.add_shortconv_l_cache(conv.kernel)
 
 
+def _add_granite(writer: Any, shape: Shape) -> None:
+    (heads,) = set(shape.attention.values())
+    writer.add_embedding_scale(shape.embedding_scale)
+    writer.add_residual_scale(shape.multipliers.ff_down)
+    writer.add_logit_scale(1 / shape.multipliers.head)
+    writer.add_attention_scale(heads.query_scale)
+
+
 def _add_granite_hybrid(writer: Any, shape: Shape) -> None:
     (mamba2,) = {one for one in shape.recurrent.values() if isinstance(one, Mamba2Shape)}
     writer.add_rope_dimension_count(shape.widest(lambda one: one.head_width))
@@ -48,6 +56,7 @@ def _add_qwen35(writer: Any, shape: Shape) -> None:
 _ADDED: Final[Mapping[str, Callable[[Any, Shape], None]]] = {
     "llama": lambda writer, shape: None,
     "lfm2": _add_lfm2,
+    "granite": _add_granite,
     "granitehybrid": _add_granite_hybrid,
     "qwen35": _add_qwen35,
 }

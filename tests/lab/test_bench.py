@@ -12,6 +12,7 @@ import torch
 
 from ostinato.errors import BadOption, HardwareCannot
 from ostinato.lab.bench import Bench, Figure, Task, TimedRun, kv_read_bytes, read_bandwidth, why_not_profiled
+from ostinato.lab.random_weights import random_model as named_model
 from ostinato.loop.plan import Buffer, Node
 from ostinato.models.named_shapes import SHAPES
 from tests.backends.native.tiled import tiled
@@ -93,6 +94,19 @@ def test_a_step_must_read_the_experts_that_its_rows_use_and_all_other_weights() 
         seen.append(len({expert for _ in range(4) for expert in chance.sample(range(16), 2)}))
     assert node.read_bytes(4) == pytest.approx(200 + 800 * statistics.mean(seen) / 16, rel=0.01)
     assert node.read_bytes(100) == pytest.approx(1000, rel=1e-3)
+
+
+def test_the_native_loop_knows_which_of_its_weights_are_of_experts() -> None:
+    bench, shape = (
+        Bench(named_model("tiny-qwen3moe", "f32", "cpu", tiles="wide"), "f32", 1e9, 1),
+        SHAPES["tiny-qwen3moe"],
+    )
+    with bench.engine("loop", 1, 64) as engine:
+        plan = engine.runner.plan
+    assert shape.experts is not None
+    of_one = 3 * shape.hidden * shape.experts.ff_width * 4  # gate, up and down in float32
+    unused = shape.n_layers * (shape.experts.n_experts - shape.experts.n_used) * of_one
+    assert plan.weight_bytes - plan.read_bytes(1) == unused
 
 
 @pytest.mark.parametrize("mode", ["eager", "twin"])

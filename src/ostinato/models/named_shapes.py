@@ -89,9 +89,9 @@ def _gemma4_a4b() -> Shape:
     return with_experts(replace(made, logit_softcap=30.0), 128, 8, 704)
 
 
-def _granite_2b() -> Shape:
-    shape = _llama(2048, 40, 32, 8, 64, 8192, 49_159, 131_072, rope_base=10_000_000.0, tied_head=True)
-    shape = multiplied(shape, residual=0.22, logits=8.0).with_attention(query_scale=0.015625)
+def _granite(*sizes: int, residual: float, logits: float) -> Shape:
+    shape = _llama(*sizes, rope_base=10_000_000.0, tied_head=True)
+    shape = multiplied(shape, residual=residual, logits=logits).with_attention(query_scale=0.015625)
     return replace(shape, family="granite", embedding_scale=12.0)
 
 
@@ -148,7 +148,8 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
         "llama-8b": _llama(4096, 32, 32, 8, 128, 14_336, 128_256, 131_072, rope_base=500_000.0),
         "smollm2-1.7b": _llama(2048, 24, 32, 32, 64, 8192, 49_152, 8192, rope_base=130_000.0, tied_head=True),
         "smollm2-135m": _llama(576, 30, 9, 3, 64, 1536, 49_152, 8192, rope_base=100_000.0, tied_head=True),
-        "granite-2b": _granite_2b(),
+        "granite-2b": _granite(2048, 40, 32, 8, 64, 8192, 49_159, 131_072, residual=0.22, logits=8.0),
+        "granite-350m": _granite(1024, 28, 16, 4, 64, 2048, 100_352, 32_768, residual=0.263, logits=4.0),
         "smollm3-3b": _smollm3_3b(),
         "ministral-3b": _ministral_3b(),
         "gemma2-2b": _gemma2_2b(),
