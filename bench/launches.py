@@ -26,7 +26,7 @@ from ostinato.models.tensors import TensorTable
 from ostinato.options import KVType
 
 N_SLOTS: Final = 32
-_WORKSPACES: Final = ("attend_workspace", "latent_workspace", "sample_workspace")
+_WORKSPACE: Final = "_workspace"  # the end of the names of entries that launch nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def noting(kernels: Kernels, noted: list[BoundKernel]) -> Kernels:
 
     entries = {field.name: getattr(kernels, field.name) for field in fields(kernels)}
     return Kernels(
-        **{name: entry if name in _WORKSPACES else partial(bind, name, entry) for name, entry in entries.items()}
+        **{name: entry if name.endswith(_WORKSPACE) else partial(bind, name, entry) for name, entry in entries.items()}
     )
 
 
