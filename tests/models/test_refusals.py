@@ -491,6 +491,93 @@ def test_a_tensor_of_experts_that_is_missing_is_named(name: str, tmp_path: Path,
     assert f"the tensor {whole} is missing" in refusal(path, BadFile)
 
 
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        ("gpt-oss", "model.layers.3.mlp.experts.gate_up_proj"),
+        ("gpt-oss", "model.layers.3.mlp.experts.gate_up_proj_bias"),
+        ("gpt-oss", "model.layers.2.mlp.experts.down_proj"),
+        ("gemma4-moe", "model.layers.1.experts.gate_up_proj"),
+        ("qwen3-vl-moe", "model.language_model.layers.1.mlp.experts.gate_up_proj"),
+        ("qwen3-moe", "model.layers.1.mlp.experts.0.gate_proj.weight"),
+    ],
+)
+def test_a_missing_tensor_of_all_experts_is_named_as_the_folder_would(
+    name: str, at: str, tmp_path: Path, tiny_files: Path
+) -> None:
+    each = f"{at.partition('experts.')[0]}experts."
+    gone = (lambda t: [t.pop(one) for one in [*t] if one.startswith(each)]) if ".0." in at else lambda t: t.pop(at)
+    path = spoiled_folder(tmp_path, tiny_files, name=name, tensors=gone)
+    assert f"the tensor {at} is missing" in refusal(path, BadFile)
+
+
+def test_a_missing_tensor_of_all_experts_is_named_as_a_gguf_would(tmp_path: Path, tiny_files: Path) -> None:
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    path = spoiled_gguf(tmp_path, tiny_files, name="gpt-oss", tensors=lambda t: t.pop(name))
+    assert "the tensor blk.1.ffn_gate_exps.weight is missing" in refusal(path, BadFile)
+
+
+def test_a_missing_tensor_has_the_prefix_of_the_folder_that_lacks_it(tmp_path: Path, tiny_files: Path) -> None:
+    name = "backbone.layers.1.mixer.up_proj.weight"
+    path = spoiled_folder(tmp_path, tiny_files, name="nemotron-h", tensors=lambda t: t.pop(name))
+    assert f"the tensor {name} is missing" in refusal(path, BadFile)
+
+
+@pytest.mark.parametrize("n_stated", [1, 2])
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
+@pytest.mark.parametrize("form", ["gguf", "folder"])
+def test_a_layer_of_the_model_is_never_left_out_as_one_that_predicts_further_tokens(
+    form: str, name: str, n_stated: int, tmp_path: Path, tiny_files: Path
+) -> None:
+    if form == "folder":
+        counts = {"num_hidden_layers": n_stated, "num_nextn_predict_layers": 1}
+        path = spoiled_folder(tmp_path, tiny_files, name=name, config=lambda config: config.update(counts))
+    else:
+
+        def wrong(metadata: dict[str, Any]) -> None:
+            for key, value in (("block_count", n_stated + 1), ("nextn_predict_layers", 1)):
+                setting(f"{tiny.TINY[name].architecture}.{key}", value)(metadata)
+
+        path = spoiled_gguf(tmp_path, tiny_files, name=name, metadata=wrong)
+    message = refusal(path, BadFile)
+    assert f"it counts {n_stated} layers, and 1 after them for multi-token prediction, but layer {n_stated} " in message
+
+
+@pytest.mark.parametrize("form", ["gguf", "folder"])
+def test_layers_beyond_those_that_predict_further_tokens_have_no_use(
+    form: str, tmp_path: Path, tiny_files: Path
+) -> None:
+    gguf_like, counts = form == "gguf", {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    own = "blk.1.nextn.enorm.weight" if gguf_like else "model.layers.1.enorm.weight"
+    if gguf_like:
+
+        def wrong(metadata: dict[str, Any]) -> None:
+            for key, value in (("block_count", 2), ("nextn_predict_layers", 1)):
+                setting(f"deepseek2.{key}", value)(metadata)
+
+        path = spoiled_gguf(
+            tmp_path, tiny_files, name="deepseek-v3", metadata=wrong, tensors=lambda t: t.update({own: torch.ones(64)})
+        )
+    else:
+        path = spoiled_folder(
+            tmp_path,
+            tiny_files,
+            name="deepseek-v3",
+            config=lambda config: config.update(counts),
+            tensors=lambda t: t.update({own: torch.ones(64)}),
+        )
+    message = refusal(path, BadFile)
+    assert "tensors that this model has no use for" in message
+    assert ("blk.2." if gguf_like else "model.layers.2.") in message
+
+
+def test_names_that_a_family_knows_whole_are_not_called_unknown(tmp_path: Path, tiny_files: Path) -> None:
+    strange = {"architectures": ["FooBarForCausalLM"]}
+    path = spoiled_folder(tmp_path, tiny_files, name="qwen35", config=lambda config: config.update(strange))
+    message = refusal(path, UnknownName)
+    assert "'FooBarForCausalLM' is not known, though known families have all of its tensors" in message
+
+
 @pytest.mark.parametrize("spoiled", ["missing", "narrow"])
 def test_mxfp4_blocks_without_their_scales_are_named(spoiled: str, tmp_path: Path, tiny_files: Path) -> None:
     path = tmp_path / "spoiled"

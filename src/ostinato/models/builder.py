@@ -290,13 +290,15 @@ class Builder:
         return ExpertBiases(tuple(f"{at}ffn_{part}_exps.bias" for part in parts), n, width)
 
     def _expert_names(self, name: str, n: int) -> tuple[str, ...]:
-        """One tensor for all experts, or one for each, as the file has it; of those it lacks, the first alone: a file
-        may state any number of them."""
+        """One tensor for all experts, or one for each, as the file has it; of those that it lacks, the first alone: a
+        file may state any number of them. Of a file with neither, the one tensor is what is missing."""
         whole = f"{name}_exps.weight"
         if self.names.has(whole):
             return (whole,)
         each = (f"{name}.{expert}.weight" for expert in range(n))
         names = tuple(takewhile(self.names.has, each))
+        if not names and not self.names.has(f"{name}.1.weight"):
+            return (whole,)
         return names if len(names) == n else (*names, f"{name}.{len(names)}.weight")
 
     def mixer(self, layer: int) -> Mixer:

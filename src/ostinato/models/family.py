@@ -39,6 +39,8 @@ LEFT_OUT: Mapping[str, re.Pattern[str]] = {
 }
 # Layers that predict further tokens: here, or numbered on after the model's own (`fields.py`, `n_further_layers`).
 FURTHER_TOKENS = re.compile(r"(model\.)?mtp(_\w+)?\..*")
+# What only such a layer has, where it is numbered on, by format.
+FURTHER_ALONE = re.compile(r"\.\d+\.(nextn\.|(eh_proj|enorm|hnorm|shared_head)\.)")
 # Buffers that older tools wrote beside the weights; they hold nothing that a model learned.
 BUFFERS = re.compile(
     r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias|(.*\.)?embeddings\.position_ids|.*\.mamba\.mup_vector"

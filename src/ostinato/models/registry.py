@@ -8,7 +8,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
-from ostinato.errors import UnknownName, Unsupported, first_few
+from ostinato.errors import BadFile, UnknownName, Unsupported, first_few
 from ostinato.files.checkpoint import Checkpoint
 from ostinato.models.arcee import ARCEE
 from ostinato.models.bert import BERT, NOMIC_BERT, XLM_ROBERTA
@@ -19,7 +19,7 @@ from ostinato.models.ernie4_5 import ERNIE4_5
 from ostinato.models.ernie4_5_moe import ERNIE4_5_MOE
 from ostinato.models.exaone4 import EXAONE4
 from ostinato.models.falcon_h1 import FALCON_H1
-from ostinato.models.family import FURTHER_TOKENS, LEFT_OUT, PROJECTIONS, Family
+from ostinato.models.family import FURTHER_ALONE, FURTHER_TOKENS, LEFT_OUT, PROJECTIONS, Family
 from ostinato.models.fields import Description, n_further_layers, text_config
 from ostinato.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA_EMBEDDING
 from ostinato.models.gemma4 import GEMMA4
@@ -54,7 +54,7 @@ from ostinato.models.shape import Shape, checked
 from ostinato.models.smollm3 import SMOLLM3
 from ostinato.models.stablelm import STABLELM
 from ostinato.models.starcoder2 import STARCODER2
-from ostinato.models.tensors import TensorTable, spelled, stem_of, translate
+from ostinato.models.tensors import TensorTable, spelled, starred, stem_of, translate
 
 FAMILIES: Final = (
     LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, PHI3, GPT2, MIXTRAL, MAMBA, MAMBA2, FALCON_H1, BERT,
@@ -113,7 +113,8 @@ def _what_is_unknown(checkpoint: Checkpoint, text: Mapping[str, Any] | None) -> 
         what += f", nor is its text part {text.get('model_type')!r}"
     in_gguf = checkpoint.format == "gguf"
     named = {stem for f in FAMILIES for stem in (f.names.values() if in_gguf else f.names)}
-    strange = sorted({stem for name in checkpoint.tensors if (stem := stem_of(_alone(name))) not in named})
+    alone = map(_alone, checkpoint.tensors)
+    strange = sorted({stem_of(name) for name in alone if not {starred(name), stem_of(name)} & named})
     if strange:
         return f"{what}, and no family has tensors called {first_few(strange)}"
     return f"{what}, though known families have all of its tensors"
@@ -169,7 +170,24 @@ def table_of(checkpoint: Checkpoint) -> TensorTable:
         transforms = {**family.gguf_transforms, **family.gguf_shape_transforms(read_shape(checkpoint))}
         return TensorTable(checkpoint, names, transforms)
     transforms = {**family.config_transforms, **family.shape_transforms(read_shape(checkpoint))}
-    return TensorTable(checkpoint, names, transforms, partial(spelled, {**family.names, **PROJECTIONS}))
+    return TensorTable(checkpoint, names, transforms, partial(spelled, _names_for_messages(family, checkpoint)))
+
+
+def _names_for_messages(family: Family, checkpoint: Checkpoint) -> dict[str, str]:
+    """The family's table with the names of this folder, the nearest first: some families have several for a tensor."""
+    alone = {_alone(name): name for name in checkpoint.tensors}
+    used = {starred(name) for name in alone} | {stem_of(name) for name in alone}
+    parts = {name.partition(".")[0] for name in alone}
+    table = sorted(
+        {**family.names, **PROJECTIONS}.items(),
+        key=lambda one: (one[0] not in used, one[0].partition(".")[0] not in parts),
+    )
+    # How a folder of several parts, or of the inner model alone, begins the names of its text part.
+    inside = [
+        (name.removeprefix("model."), own) for name, own in alone.items() if name.startswith("model.") and name != own
+    ]
+    before = next((own.removesuffix(name) for name, own in inside), "model.")
+    return {before + name.removeprefix("model.") if name.startswith("model.") else name: ours for name, ours in table}
 
 
 def tensors_by_our_names(family: Family, format: str, tensors: Iterable[str]) -> dict[str, str]:
@@ -205,16 +223,31 @@ def _left_out(checkpoint: Checkpoint) -> dict[str, list[str]]:
 
 def _of_further_tokens(checkpoint: Checkpoint) -> list[str]:
     """The tensors of layers that predict tokens after the next one: by their name, or by their layer's number."""
-    stated, in_gguf = Description.of(checkpoint, ""), checkpoint.format == "gguf"
-    key, layer = ("block_count", r"blk\.(\d+)\.") if in_gguf else ("num_hidden_layers", r"model\.layers\.(\d+)\.")
-    n_further, n_own = n_further_layers(stated), stated.integer(key, 0, least=0)
-    n_own -= n_further if in_gguf else 0  # it counts both kinds
+    found = [name for name in checkpoint.tensors if FURTHER_TOKENS.fullmatch(name)]
+    n_further = n_further_layers(Description.of(checkpoint, ""))
+    if not n_further:
+        return found
+    n_own, by_layer = read_shape(checkpoint).n_layers, _by_layer(checkpoint)
+    for layer, names in sorted(by_layer.items()):
+        if not n_own <= layer < n_own + n_further:
+            continue  # `TensorTable.check` refuses what no block takes
+        if not any(map(FURTHER_ALONE.search, names)):
+            raise BadFile(
+                f"{checkpoint.path}: it counts {n_own} layers, and {n_further} after them for multi-token prediction, "
+                f"but layer {layer} has none of the tensors that only such a layer has; one of the counts is wrong"
+            )
+        found += names
+    return found
 
-    def is_further(name: str) -> bool:
-        found = re.match(layer, _alone(name)) if n_further else None
-        return FURTHER_TOKENS.fullmatch(name) is not None or (found is not None and int(found[1]) >= n_own)
 
-    return [name for name in checkpoint.tensors if is_further(name)]
+def _by_layer(checkpoint: Checkpoint) -> dict[int, list[str]]:
+    """The tensors of each numbered layer."""
+    at = re.compile(r"blk\.(\d+)\." if checkpoint.format == "gguf" else r"model\.layers\.(\d+)\.")
+    found: dict[int, list[str]] = {}
+    for name in checkpoint.tensors:
+        if (numbered := at.match(_alone(name))) is not None:
+            found.setdefault(int(numbered[1]), []).append(name)
+    return found
 
 
 def _alone(name: str) -> str:

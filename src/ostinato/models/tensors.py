@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 NOT_WEIGHTS: Final = frozenset({"I8", "I16", "I32", "I64", "BOOL", "U8", "U16", "U32", "U64"})
 QUANTISED: Final = frozenset(type for type, block in BLOCKS.items() if block.elements > 1)
 LEAVES: Final = {"gamma": "weight", "beta": "bias"}  # how the first files of bert call them
+_EXPERTS: Final = re.compile(r"(blk\.\d+\.)ffn_(gate|up|down)_exps\.(weight|bias)")
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
 Sizes = tuple[int, ...]
 Wanted = Iterator[tuple[str, Sizes]]  # names, and the shape that each must have
@@ -304,25 +305,41 @@ def translate(
         if ignored is not None and ignored.fullmatch(name):
             continue
         stem, _, leaf = name.rpartition(".")
-        target = table.get(_starred(name))
-        if target is None and (target := table.get(_starred(stem))) is not None:
+        target = table.get(starred(name))
+        if target is None and (target := table.get(starred(stem))) is not None:
             target = f"{target}.{LEAVES.get(leaf, leaf)}"
         ours[name if target is None else _numbered(target, name)] = name
     return ours
 
 
 def spelled(table: Mapping[str, str], name: str) -> str:
-    """How a file with these names would call one of ours; our own name where it has none for it.
+    """How a file with these names, the nearest first, would call one of ours; our own name where it has none for it.
 
     >>> spelled({"model.layers.*.mlp.up_proj": "blk.*.ffn_up"}, "blk.3.ffn_up.weight")
     'model.layers.3.mlp.up_proj.weight'
     """
-    stem, _, leaf = name.rpartition(".")
-    theirs = {ours: their for their, ours in list(table.items())[::-1]}
-    if (whole := theirs.get(_starred(name))) is not None:
-        return _numbered(whole, name)
-    found = theirs.get(_starred(stem))
-    return name if found is None else _numbered(f"{found}.{leaf}", name)
+    forms = {starred(stem): (form, leaf) for form in _forms(name) for stem, leaf in ((form, ""), _stem_and_leaf(form))}
+    found = next((theirs for theirs, ours in table.items() if ours in forms), None)
+    if found is None:
+        return name
+    form, leaf = forms[table[found]]
+    return _numbered(found + leaf, form)
+
+
+def _stem_and_leaf(name: str) -> tuple[str, str]:
+    stem, dot, leaf = name.rpartition(".")
+    return stem, dot + leaf
+
+
+def _forms(name: str) -> tuple[str, ...]:
+    """The name, and of experts' matrices the other names under which files keep them: one tensor for all experts, in
+    which gate and up may be one, or a tensor for each."""
+    found = _EXPERTS.fullmatch(name)
+    if found is None:
+        return (name,)
+    at, part, leaf = found.groups()
+    both = part if part == "down" else "gate_up"
+    return name, f"{at}ffn_{both}_exps.{leaf}", f"{at}ffn_{part}.0.{leaf}"
 
 
 def stem_of(name: str) -> str:
@@ -331,10 +348,11 @@ def stem_of(name: str) -> str:
     >>> stem_of("model.layers.3.mlp.up_proj.weight")
     'model.layers.*.mlp.up_proj'
     """
-    return _starred(name.rpartition(".")[0] or name)
+    return starred(name.rpartition(".")[0] or name)
 
 
-def _starred(name: str) -> str:
+def starred(name: str) -> str:
+    """A tensor's name with `*` for its numbers."""
     return _NUMBER.sub("*", name)
 
 
