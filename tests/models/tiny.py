@@ -63,6 +63,7 @@ _OLMO3: Final[Mapping[str, Any]] = {
         "original_max_position_embeddings": 64,
     },
 }
+_LINEAR: Final[Mapping[str, Any]] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 _ALPHA: Final[Mapping[str, Any]] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0}
 _MUSE: Final[Mapping[str, Any]] = {
     "num_hidden_layers": 5,
@@ -186,8 +187,10 @@ def _ministral3(kind: str) -> TinyModel:
     return _made(kind, "mistral3", head_dim=32, rope_parameters={**rope, "mscale_all_dim": 1.0})
 
 
-def _gemma3(local_base: float = 1e4, config: Mapping[str, Any] | None = None, **scaling: Any) -> TinyModel:
-    local = {"rope_type": "default", "rope_theta": local_base}
+def _gemma3(
+    local_base: float = 1e4, config: Mapping[str, Any] | None = None, *, scaled_windows: bool = False, **scaling: Any
+) -> TinyModel:
+    local = _LINEAR if scaled_windows else {"rope_type": "default", "rope_theta": local_base}
     rope = {"sliding_attention": local, "full_attention": {"rope_type": "default", "rope_theta": 1e6, **scaling}}
     # Every sixth layer is global in the files people have, and a GGUF file need not say so: hence seven layers.
     sizes = {"num_hidden_layers": 7, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": WINDOW}
@@ -369,6 +372,7 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         "gemma2-scalar": _gemma2(None, scalar=20),  # only the 27B model has one, which GGUF readers know by its size
         "gemma3": _gemma3(),
         "gemma3-linear": _gemma3(rope_type="linear", factor=8.0),
+        "gemma3-scaled-windows": replace(_gemma3(scaled_windows=True), architecture=None),
         "gemma3-vision": _with_vision("Gemma3ForConditionalGeneration", "gemma3", _gemma3(), _VISION),
         "gemma3-stated": _gemma3(500.0, {"num_hidden_layers": 4, "sliding_window_pattern": 3}),
         "gemma4": _gemma4(attention_k_eq_v=True, num_global_key_value_heads=1),
@@ -385,6 +389,13 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         "granite": _made("GraniteForCausalLM", "granite", **_GRANITE),
         "olmo2": _made("Olmo2ForCausalLM", "olmo2"),
         "olmo3": _made("Olmo3ForCausalLM", "olmo2", num_hidden_layers=4, sliding_window=WINDOW, rope_parameters=_OLMO3),
+        "olmo3-scaled-windows": _made(
+            "Olmo3ForCausalLM",
+            None,
+            num_hidden_layers=4,
+            sliding_window=WINDOW,
+            rope_parameters={**_OLMO3, "sliding_attention": _LINEAR},
+        ),
         "exaone4": _made("Exaone4ForCausalLM", "exaone4", sliding_window=None, layer_types=["full_attention"] * 3),
         "exaone4-window": _made("Exaone4ForCausalLM", "exaone4", num_hidden_layers=4, sliding_window=WINDOW),
         "seed-oss": _made("SeedOssForCausalLM", "seed_oss", head_dim=32),
@@ -462,6 +473,7 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         "ernie4-5-moe": _ernie4_5_moe(),
         "granite-moe": _granite_moe("GraniteMoeSharedForCausalLM", shared_intermediate_size=56),
         "qwen3-moe-unnormed": _qwen3_moe(None, norm_topk_prob=False),
+        "qwen3-moe-window": _qwen3_moe(None, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2),
         "qwen3-moe-mixed": _qwen3_moe(None, decoder_sparse_step=2, num_hidden_layers=4, mlp_only_layers=[3]),
         "mamba": _mamba("MambaForCausalLM", "mamba", state_size=8, tie_word_embeddings=True),
         "mamba-bias": _mamba("MambaForCausalLM", None, use_bias=True, use_conv_bias=False, expand=3, conv_kernel=3),
@@ -543,6 +555,7 @@ _PROMPT_SEEDS: Final[Mapping[str, int]] = {
     "qwen3-wide": 1,
     "gemma2-scalar": 2,
     "gemma3-linear": 1,
+    "gemma3-scaled-windows": 10,
     "phi3-long": 1,
     "gpt2": 1,
     "exaone4": 1,

@@ -106,6 +106,8 @@ def _original_rope(config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     rope = dict(config["rope_parameters"])
     found = {}
+    if rope.get("sliding_attention", {}).get("rope_type", "default") != "default":
+        return {"rope_parameters": rope}  # the older keys cannot say it
     if "full_attention" in rope:
         if config["model_type"] != "olmo3":
             found["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]

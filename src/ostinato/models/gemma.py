@@ -75,7 +75,11 @@ def gemma3_from_gguf(f: Description) -> Shape:
 
 
 def two_ropes(shape: Shape, whole: Rope, local_base: float) -> Shape:
-    local = Rope(local_base, whole.width, whole.pairing)
+    """With the usual rope of layers that see a window, which is not scaled."""
+    return with_ropes(shape, whole, Rope(local_base, whole.width, whole.pairing))
+
+
+def with_ropes(shape: Shape, whole: Rope, local: Rope) -> Shape:
     return shape.with_attention(rope=tuple(whole if a.window is None else local for a in shape.attention.values()))
 
 
@@ -106,10 +110,8 @@ def gemma3_from_config(c: Description) -> Shape:
     shape = gemma_from_config(c, global_every=6)
     width = shape.widest(lambda a: a.head_width)
     whole = ropes.from_config(c, width, kind="full_attention", default_base=1_000_000.0)
-    local = c.positive("rope_local_base_freq", LOCAL_BASE)
-    if c.inside("rope_parameters").has("sliding_attention"):
-        local = ropes.from_config(c, width, kind="sliding_attention", default_base=local).base
-    return two_ropes(shape, whole, local)
+    usual = Rope(c.positive("rope_local_base_freq", LOCAL_BASE), whole.width, whole.pairing)
+    return with_ropes(shape, whole, ropes.of_windows(c, width, usual))
 
 
 def embedding_from_gguf(f: Description) -> Shape:

@@ -1,5 +1,6 @@
 """olmo2 and olmo3: llama's blocks with norms after them and none before, and one norm for all heads of a row's
-queries or keys. olmo3 has windows in three of four layers, whose rope is not scaled; in GGUF both are olmo2.
+queries or keys. olmo3 has windows in three of four layers, whose rope is not scaled unless a folder says so; in GGUF
+both are olmo2.
 """
 
 from functools import partial
@@ -37,10 +38,10 @@ def olmo2_from_config(c: Description) -> Shape:
 
 def olmo3_from_config(c: Description) -> Shape:
     shape = olmo2_from_config(c)
-    whole = ropes.from_config(c, shape.widest(lambda a: a.head_width), kind="full_attention")
-    base = ropes.from_config(c, shape.widest(lambda a: a.head_width), kind="sliding_attention").base
+    width = shape.widest(lambda a: a.head_width)
+    whole = ropes.from_config(c, width, kind="full_attention")
     sliding = sliding_from_config(c, shape.n_layers, GLOBAL_EVERY)
-    local = Rope(base, whole.width, whole.pairing)
+    local = ropes.of_windows(c, width, Rope(whole.base, whole.width, whole.pairing))
     return by_window(shape, sliding, c.integer("sliding_window", 4096), local=local, whole=whole)
 
 

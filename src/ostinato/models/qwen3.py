@@ -15,7 +15,7 @@ from ostinato.models.family import COMMON_NAMES, Family
 from ostinato.models.fields import Description
 from ostinato.models.pooling import pooling_of_gguf
 from ostinato.models.qwen2 import without_unused_window
-from ostinato.models.shape import ExpertShape, Shape, common_from_gguf, sectioned
+from ostinato.models.shape import ExpertShape, Shape, common_from_config, common_from_gguf, sectioned
 from ostinato.models.tensors import SWAPPED, Transform
 
 
@@ -25,7 +25,13 @@ def moe_from_gguf(f: Description) -> Shape:
 
 
 def moe_from_config(c: Description) -> Shape:
-    shape = without_unused_window(c)
+    """A window is one of all layers: Qwen's key for those without, max_window_layers, is not used by this class."""
+    window = c.integer("sliding_window") if c.flag("use_sliding_window", False) else None
+    return vl_moe_from_config(c).with_attention(window=window)
+
+
+def vl_moe_from_config(c: Description) -> Shape:
+    shape = common_from_config(c).with_attention(window=None)
     experts = ExpertShape(
         count_from_config(c, 128),
         c.integer("num_experts_per_tok", 8),
@@ -95,7 +101,7 @@ QWEN3_VL_MOE = Family(
     text_types=("qwen3_vl_moe_text",),
     config_defaults={"norm_topk_prob": True},
     shape_from_gguf=sectioned(moe_from_gguf),
-    shape_from_config=sectioned(moe_from_config),
+    shape_from_config=sectioned(vl_moe_from_config),
     names={
         **COMMON_NAMES,
         "model.layers.*.mlp.gate": "blk.*.ffn_gate_inp",

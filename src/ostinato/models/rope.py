@@ -192,6 +192,13 @@ def from_config(
     )
 
 
+def of_windows(c: Fields, width: int, usual: Rope) -> Rope:
+    """The rope of layers that see a window: all that config.json states for them, else the family's usual one."""
+    if not settings_of(c).has("sliding_attention"):
+        return usual
+    return from_config(c, width, usual.pairing, kind="sliding_attention", default_base=usual.base)
+
+
 def _within(n_rotary: int, width: int, f: Fields) -> int:
     if n_rotary % 2 or not 2 <= n_rotary <= min(width, WIDEST):
         raise BadFile(
