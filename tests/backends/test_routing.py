@@ -30,6 +30,11 @@ SHAPES = [
     )
     for scoring, renormalise, bias, groups in product(SCORING, (True, False), (True, False), GROUPS)
 ]  # fmt: skip
+# Of which the scores that are chosen by their bias are so low that it matters.
+FAINT = [
+    ExpertShape(N, USED, 8, True, scoring="sigmoid", choice_bias=True, sum_epsilon=1e-3),
+    ExpertShape(N, USED, 8, True, scoring="sigmoid", choice_bias=True, least_sum=0.1),
+]
 
 
 def name_of(shape: ExpertShape) -> str:
@@ -64,7 +69,7 @@ def slow(scores: list[float], bias: list[float] | None, shape: ExpertShape) -> t
         left = [e for e in left if e // size in best]
     chosen = sorted(sorted(left, key=lambda e: -by[e])[: shape.n_used])
     shares = [likely[e] for e in chosen]
-    total = sum(shares) if shape.renormalise else 1.0
+    total = max(sum(shares) + shape.sum_epsilon, shape.least_sum) if shape.renormalise else 1.0
     return chosen, [share / total * shape.share_scale for share in shares]
 
 
@@ -112,6 +117,21 @@ def test_the_twin_chooses_as_the_slow_definition_does(shape: ExpertShape, coarse
 def test_the_native_loop_and_the_kernel_choose_as_the_twin_does(shape: ExpertShape, coarse: bool) -> None:
     scores, bias = given(shape, coarse=coarse, seed=7)
     chosen, shares = in_order(*route_torch(scores, shape, bias))
+    for found in (by_native(scores, bias, shape), by_kernel(scores, bias, shape)[:2]):
+        assert torch.equal(found[0], chosen)
+        torch.testing.assert_close(found[1], shares, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", FAINT, ids=["epsilon", "least"])
+def test_what_faint_shares_are_divided_by_is_the_shape_s_everywhere(shape: ExpertShape) -> None:
+    scores, bias = given(shape, coarse=False)
+    scores -= 12
+    chosen, shares = in_order(*route_torch(scores, shape, bias))
+    for row in range(ROWS):
+        ids, expected = slow(scores[row].tolist(), None if bias is None else bias.tolist(), shape)
+        assert chosen[row].tolist() == ids
+        assert sum(expected) < 0.999
+        torch.testing.assert_close(shares[row], torch.tensor(expected), rtol=1e-5, atol=1e-6)
     for found in (by_native(scores, bias, shape), by_kernel(scores, bias, shape)[:2]):
         assert torch.equal(found[0], chosen)
         torch.testing.assert_close(found[1], shares, rtol=1e-5, atol=1e-6)

@@ -1,5 +1,6 @@
 """Every family in every format computes what transformers computes: logits in float32, and 64 greedy tokens."""
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +22,9 @@ from tests.models import tiny, tiny_gguf, tiny_text
 pytestmark = pytest.mark.slow  # together they take seconds
 
 GREEDY: Final = Sampling(max_tokens=tiny.N_GREEDY, temperature=0, ignore_eos=True)
+
+
+ROUTERS: Final = ("mlp.gate.weight", "feed_forward.gate.weight", "mixer.gate.weight")
 
 
 def opened(path: Path, **options: Any) -> LLM:
@@ -67,6 +71,26 @@ def test_four_prompts_at_once_and_a_prompt_in_two_pieces_give_the_same_tokens(na
         cut = llm.generate(ids, few).token_ids
     assert together == alone
     assert cut == together[0]
+
+
+@pytest.mark.parametrize("mode", ["eager", "loop"])
+@pytest.mark.parametrize("name", ["lfm2-moe", "deepseek-v3", "glm4-moe", "ernie4-5-moe", "nemotron-h-moe", "laguna"])
+def test_a_router_that_is_nearly_sure_gives_the_shares_of_transformers(name: str, mode: str, tmp_path: Path) -> None:
+    model = copy.deepcopy(tiny.build(name))
+    path = tiny.folder(name, tmp_path)
+    _, tensors = tiny.parts_of(name, tmp_path)
+    for own in (tensors, model.state_dict()):
+        for at, tensor in own.items():
+            if at.endswith(ROUTERS):
+                tensor.mul_(6)
+            elif at.endswith(("e_score_correction_bias", "expert_bias")):
+                tensor.view(-1)[:2] = 2.0  # the choice is of two experts, whatever their scores are
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    ids = tiny.prompt(name)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([ids]), use_cache=False).logits[0]
+    with opened(path, mode=mode) as llm:
+        assert_close(torch.from_numpy(llm.logits(ids)), wanted, atol=2 * tiny.TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["gemma3-vision", "gemma4-vision", "qwen3-vl", "qwen35-vision"])

@@ -10,6 +10,7 @@ from typing import Any
 from ostinato.errors import BadFile, Unsupported
 from ostinato.models import rope as ropes
 from ostinato.models.experts import (
+    DEEPSEEK_EPSILON,
     EXPERT_NAMES,
     count_from_config,
     deepseek_from_config,
@@ -82,7 +83,8 @@ def shape_from_gguf(f: Description) -> Shape:
 
 
 def _experts_from_gguf(f: Description, n_layers: int) -> ExpertShape:
-    known: dict[str, Any] = {"choice_bias": any(name.endswith("exp_probs_b.bias") for name in f.tensors)}
+    biased = any(name.endswith("exp_probs_b.bias") for name in f.tensors)
+    known: dict[str, Any] = {"choice_bias": biased, "sum_epsilon": DEEPSEEK_EPSILON}
     if not f.has("expert_gating_func") and vocab_rows(f) == GLM_VOCAB:
         known["scoring"] = "sigmoid"
     experts = experts_from_gguf(f, n_layers, **known)

@@ -9,6 +9,8 @@ from ostinato.models.fields import Description
 from ostinato.models.shape import ExpertShape, Shape
 from ostinato.models.tensors import IN_A_ROW
 
+LEAST_SUM = 1e-12  # that shares are divided by, where a folder does not say
+
 
 def dense_layers(n_layers: int, first: int, last: int, every: int) -> frozenset[int]:
     return frozenset(i for i in range(n_layers) if not first <= i <= last or (i + 1) % every)
@@ -19,7 +21,7 @@ def shape_from_gguf(f: Description) -> Shape:
     first, every = f.integer("leading_dense_block_count", 0, least=0), f.integer("interleave_moe_layer_step", 1)
     dense = dense_layers(shape.n_layers, first, shape.n_layers, every)
     biased = any(name.endswith(".exp_probs_b.bias") for name in f.tensors)
-    known = {"renormalise": True, "dense_layers": dense, "choice_bias": biased}
+    known = {"renormalise": True, "dense_layers": dense, "choice_bias": biased, "least_sum": LEAST_SUM}
     return replace(shape, experts=experts_from_gguf(f, shape.n_layers, **known))
 
 
@@ -39,6 +41,7 @@ def shape_from_config(c: Description) -> Shape:
             c.integer("moe_layer_interval", 1),
         ),
         choice_bias=True,
+        least_sum=c.positive("moe_norm_min", LEAST_SUM),
         shared_width=width * c.integer("moe_num_shared_experts", 0, least=0),
     )
     return replace(shape, experts=experts)

@@ -9,6 +9,8 @@ from ostinato.models.shape import ExpertGroups, ExpertShape
 
 _SCORING: Final[Mapping[int, Literal["softmax", "sigmoid"]]] = {1: "softmax", 2: "sigmoid", 3: "softmax"}
 
+DEEPSEEK_EPSILON: Final = 1e-20  # of the sum of shares, where a family took over the router of DeepSeek V3
+
 # The stems of experts' names in most safetensors folders, and ours.
 EXPERT_NAMES: Final[Mapping[str, str]] = {
     "model.layers.*.mlp.gate": "blk.*.ffn_gate_inp",
@@ -82,6 +84,7 @@ def deepseek_from_config(c: Fields, n_layers: int) -> ExpertShape:
         dense_layers=frozenset(range(min(n_layers, c.integer("first_k_dense_replace", 0, least=0)))),
         scoring="sigmoid",
         choice_bias=True,
+        sum_epsilon=DEEPSEEK_EPSILON,
         groups=expert_groups(c, "n_group", "topk_group", n_best=2),
         share_scale=c.positive("routed_scaling_factor", 1.0),
         shared_width=width * c.integer("n_shared_experts", 0, least=0),

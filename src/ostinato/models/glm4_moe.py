@@ -6,7 +6,13 @@ from dataclasses import replace
 from ostinato.errors import BadFile
 from ostinato.models.blocks import Layer
 from ostinato.models.builder import Builder
-from ostinato.models.experts import EXPERT_NAMES, deepseek_from_config, experts_from_gguf, shared_names
+from ostinato.models.experts import (
+    DEEPSEEK_EPSILON,
+    EXPERT_NAMES,
+    deepseek_from_config,
+    experts_from_gguf,
+    shared_names,
+)
 from ostinato.models.family import COMMON_NAMES, Family
 from ostinato.models.fields import Description
 from ostinato.models.shape import Shape, common_from_config, common_from_gguf, with_biases
@@ -20,7 +26,8 @@ def layer(b: Builder, i: int) -> Layer:
 def shape_from_gguf(f: Description) -> Shape:
     shape = with_biases(common_from_gguf(f), f)
     known = {} if f.has("expert_gating_func") else {"scoring": "sigmoid"}
-    return replace(shape, experts=experts_from_gguf(f, shape.n_layers, choice_bias=True, **known))
+    experts = experts_from_gguf(f, shape.n_layers, choice_bias=True, sum_epsilon=DEEPSEEK_EPSILON, **known)
+    return replace(shape, experts=experts)
 
 
 def shape_from_config(c: Description) -> Shape:

@@ -20,6 +20,7 @@ from ostinato.models.shape import (
 from ostinato.models.tensors import CHANNELS
 
 BASE = 1_000_000.0
+SUM_EPSILON = 1e-6  # of the sum of shares
 
 
 def shape_from_gguf(f: Description) -> Shape:
@@ -32,7 +33,8 @@ def shape_from_gguf(f: Description) -> Shape:
 def moe_from_gguf(f: Description) -> Shape:
     shape = shape_from_gguf(f)
     biased = any(name.endswith(".exp_probs_b.bias") for name in f.tensors)
-    return replace(shape, experts=experts_from_gguf(f, shape.n_layers, renormalise=True, choice_bias=biased))
+    known = {"renormalise": True, "choice_bias": biased, "sum_epsilon": SUM_EPSILON}
+    return replace(shape, experts=experts_from_gguf(f, shape.n_layers, **known))
 
 
 def shape_from_config(c: Description) -> Shape:
@@ -49,6 +51,7 @@ def moe_from_config(c: Description) -> Shape:
         dense_layers=frozenset(range(min(shape.n_layers, c.integer("num_dense_layers", 2, least=0)))),
         scoring="sigmoid",
         choice_bias=c.flag("use_expert_bias", True),
+        sum_epsilon=SUM_EPSILON,
         share_scale=c.positive("routed_scaling_factor", 1.0),
     )
     return replace(shape, experts=experts)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from ostinato.errors import BadFile, Unsupported
 from ostinato.models.blocks import Layer
 from ostinato.models.builder import Builder
-from ostinato.models.experts import deepseek_from_config, experts_from_gguf
+from ostinato.models.experts import DEEPSEEK_EPSILON, deepseek_from_config, experts_from_gguf
 from ostinato.models.family import Family
 from ostinato.models.fields import Description
 from ostinato.models.mamba import CONFIG_TRANSFORMS, GGUF_TRANSFORMS, divided, mamba2_block_from_gguf, mixer2_names
@@ -42,7 +42,9 @@ def moe_from_gguf(f: Description) -> Shape:
     dense = frozenset(i for i, one in enumerate(shape.layers) if not one.ff_width)
     known = {"dense_layers": dense, "scoring": "sigmoid", "choice_bias": True, "gated": False}
     latent = f.integer("moe_latent_size", 0, least=0) or None
-    return replace(shape, experts=experts_from_gguf(f, shape.n_layers, latent_width=latent, **known))
+    return replace(
+        shape, experts=experts_from_gguf(f, shape.n_layers, latent_width=latent, sum_epsilon=DEEPSEEK_EPSILON, **known)
+    )
 
 
 def experts_from_config(c: Description, pattern: str) -> ExpertShape | None:

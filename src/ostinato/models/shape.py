@@ -55,6 +55,10 @@ class ExpertShape:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     choice_bias: bool = False  # added to probabilities for the choice, not for the shares
     groups: ExpertGroups | None = None
+    # What is added to the sum that renormalised shares are divided by, and how small what they are divided by may be:
+    # sigmoids of very low scores are all 0.
+    sum_epsilon: float = 0.0
+    least_sum: float = 1e-20
     share_scale: float = 1.0  # routed scaling factor
     gated: bool = True  # false: down(act(up(x)))
     share_scales: bool = False  # each expert has a factor of its own, by which its shares are multiplied in the end

@@ -130,7 +130,7 @@ class RouterStruct(Structure):
     _fields_ = (
         *((name, c_int) for name in ("n_experts", "n_scores", "n_used", "sigmoid")),
         *((name, c_int) for name in ("by_score", "renormalise", "n_groups", "groups_used", "n_best")),
-        ("share_scale", c_float),
+        *((name, c_float) for name in ("share_scale", "sum_epsilon", "least_sum")),
     )
 
     @staticmethod
@@ -149,6 +149,8 @@ class RouterStruct(Structure):
             groups.n_used,
             groups.n_best,
             experts.share_scale,
+            experts.sum_epsilon,
+            experts.least_sum,
         )
 
 

@@ -46,7 +46,6 @@ from ostinato.backends.cuda.triton.matmul import (
 )
 from ostinato.backends.cuda.triton.tiles import Given, Tile, fitted, step_columns, tile_for
 from ostinato.backends.machine import TUNED, Chip
-from ostinato.backends.torch.ops.experts import LEAST_SUM
 from ostinato.backends.torch.ops.matmul import Epilogue, InputNorm, PreparedInput
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack, shape_of
@@ -125,7 +124,8 @@ def route_kernel(
     score_ptr, bias_ptr, scales_ptr, expert_ptr, share_ptr, shared_ptr, n_rows_ptr, scale,
     N_SCORES: tl.constexpr, N_EXPERTS: tl.constexpr, N_USED: tl.constexpr, SIGMOID: tl.constexpr,
     BY_SCORE: tl.constexpr, RENORMALISE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_WIDE: tl.constexpr,
-    SIZE_WIDE: tl.constexpr, GROUPS_USED: tl.constexpr, N_BEST: tl.constexpr, LEAST: tl.constexpr,
+    SIZE_WIDE: tl.constexpr, GROUPS_USED: tl.constexpr, N_BEST: tl.constexpr, EPSILON: tl.constexpr,
+    LEAST: tl.constexpr,
 ):  # fmt: skip
     """One program a row: its N_USED experts, in order of id, and how much it takes of each. Lane i has expert `e`:
     groups begin at multiples of SIZE_WIDE."""
@@ -153,7 +153,7 @@ def route_kernel(
         choice = best_groups(choice, GROUPS, GROUPS_WIDE, SIZE_WIDE, GROUPS_USED, N_BEST)
     chosen = first_largest(choice, i, N_USED)
     if RENORMALISE:
-        share = share / tl.maximum(tl.sum(tl.where(chosen, share, 0.0), 0), LEAST)
+        share = share / tl.maximum(tl.sum(tl.where(chosen, share, 0.0), 0) + EPSILON, LEAST)
     share = share * scale
     if scales_ptr is not None:
         share = share * tl.load(scales_ptr + e, mask=there, other=0.0)
@@ -353,7 +353,8 @@ def bind_route(
         },
         **{"N_SCORES": shape.n_scores, "N_EXPERTS": n, "SIGMOID": shape.scoring == "sigmoid"},
         "BY_SCORE": shape.by_score,
-        **{"RENORMALISE": shape.renormalise, "LEAST": LEAST_SUM, "GROUPS": groups.n_groups},
+        **{"RENORMALISE": shape.renormalise, "GROUPS": groups.n_groups},
+        **{"EPSILON": shape.sum_epsilon, "LEAST": shape.least_sum},
         **{name: triton.next_power_of_2(size) for name, size in wide.items()},
         **{"GROUPS_USED": groups.n_used, "N_BEST": groups.n_best},
     }

@@ -167,10 +167,10 @@ static inline void soft_cap(float* x, float cap, int n) {
 // How a row's experts are chosen; `models/shape.py` says what the words mean.
 struct Router {
     int n_experts, n_scores, n_used, sigmoid, by_score, renormalise, n_groups, groups_used, n_best;
-    float share_scale;
+    float share_scale, sum_epsilon, least_sum;
 };
 
-constexpr float LEAST_CHOICE = -3e38f, LEAST_SUM = 1e-20f;
+constexpr float LEAST_CHOICE = -3e38f;
 
 // The largest of n, the first among equals; what must not be taken is -infinity, and all else is above that.
 static inline int first_largest(const float* x, int n) {
@@ -233,7 +233,8 @@ static inline void route(
         kept = kept + shares[k];
         choice[best] = -INFINITY;
     }
-    if (r.renormalise) kept = kept > LEAST_SUM ? kept : LEAST_SUM;
+    kept = kept + r.sum_epsilon;
+    if (r.renormalise) kept = kept > r.least_sum ? kept : r.least_sum;
     for (int k = 0; k < r.n_used; k++) {
         shares[k] = (r.renormalise ? shares[k] / kept : shares[k]) * r.share_scale;
         if (scales) shares[k] = shares[k] * scales[chosen[k]];

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch import Tensor
 
@@ -12,8 +10,6 @@ from ostinato.backends.torch.ops.linear import linear_torch
 from ostinato.backends.torch.weight import DeviceMatrix, Weight, rows_of
 from ostinato.backends.weights import Stack
 from ostinato.models.shape import Activation, ExpertShape
-
-LEAST_SUM: Final = 1e-20  # what shares are divided by at least: sigmoids of very low scores are all 0
 
 
 def route_torch(
@@ -57,7 +53,7 @@ def shares_torch(probabilities: Tensor, chosen: Tensor, experts: ExpertShape, sc
     """How much a row takes of each of its experts, float32 [rows, n_used]."""
     shares = probabilities.gather(-1, chosen)
     if experts.renormalise:
-        shares = shares / shares.sum(-1, keepdim=True).clamp(min=LEAST_SUM)
+        shares = shares / (shares.sum(-1, keepdim=True) + experts.sum_epsilon).clamp(min=experts.least_sum)
     shares = shares * experts.share_scale
     return shares if scales is None else shares * scales[chosen]
 
