@@ -52,9 +52,9 @@ BARS: Final = (
     ("llama-8b", "q4_k_m", 430, 600, 261),
     ("llama-8b", "bf16", 255, 270, 207),
 )
-# Of each family that was emulated only, a model: once they pass, it goes to PERSISTENT_FAMILIES (known_cards.py).
-UNRUN: Final = ("granite-2b", "smollm3-3b", "ministral-3b", "gemma2-2b", "gemma3-1b", "tiny-glm4")
-WITH_Q8_0: Final = ("tiny", "llama-1b", "gemma3-1b")  # keys and values of that type, which were emulated only too
+# A model of each family that has more than a llama. One that passes goes to PERSISTENT_FAMILIES (known_cards.py).
+WITH_MORE: Final = ("granite-2b", "smollm3-3b", "ministral-3b", "gemma2-2b", "gemma3-1b", "tiny-glm4")
+WITH_Q8_0: Final = ("tiny", "llama-1b", "gemma3-1b")  # keys and values of that type
 DEPTH, LONG_DEPTH, LONG_SHARE, BATCH, BATCH_GAIN = 500, 8_000, 0.8, 8, 6.0
 # One kernel of each kind for all depths. `loop` has the context that part `speed` gives it.
 CONTEXT, LOOP_CONTEXT = LONG_DEPTH + 1_500, 2_048
@@ -334,7 +334,7 @@ def _verify_jobs(setting: Setting) -> list[Job]:
     types = ["bf16", "f16", "q4_k_m", "q4_0", "q4_1", "q5_k", "q6_k", "q8_0"]
     tiny = [Job("tape_verified", {"name": "tiny", "types": types[n::4]}, 200) for n in range(4)]
     large = [("smollm2-135m", "bf16"), ("llama-1b", "bf16"), ("llama-1b", "q4_k_m"), ("llama-8b", "q4_k_m")]
-    large += [(name, type) for name in UNRUN for type in ("bf16", "q4_k_m")]
+    large += [(name, type) for name in WITH_MORE for type in ("bf16", "q4_k_m")]
     bytes_kept = [Job("tape_verified", {"name": name, "types": ["bf16"], "kv_type": "q8_0"}, 200) for name in WITH_Q8_0]
     families = [Job("tape_families", {"names": sorted(FAMILIES)[n::4]}, 200) for n in range(4)]
     verify = [Job("tape_verified", {"name": name, "types": [type]}, 200) for name, type in large]

@@ -150,27 +150,27 @@ def test_auto_takes_the_persistent_kernel_on_a_chip_where_it_ran_or_was_verified
 
 
 def test_auto_takes_quantised_keys_and_values_once_they_were_verified() -> None:
-    model = small(shape_of())
+    model = small(shape_of("qwen2"))
     hopper = Machine("cuda:0", 1 << 40, 1 << 40, Chip((9, 0), 132, 227 << 10), 13_000)
     case = LoadCase(model.shape, tensors_in(model), LoadOptions(context=64, slots=1, kv_type="q8_0"), hopper)
     settled = decide(case)
     assert settled.mode == "loop"
-    assert "with llama --kv-type q8_0 yet" in settled.why_not[0]
+    assert "with qwen2 --kv-type q8_0 yet" in settled.why_not[0]
     assert "`ostinato verify --mode persistent --kv-type q8_0 MODEL`" in settled.why_not[0]
-    passed = replace(hopper, verified={"persistent": ("llama --kv-type q8_0",)})
+    passed = replace(hopper, verified={"persistent": ("qwen2 --kv-type q8_0",)})
     assert decide(replace(case, machine=passed)).mode == "persistent"
 
 
 def test_auto_takes_the_persistent_kernel_for_families_with_which_it_ran_or_was_verified() -> None:
     hopper = Machine("cuda:0", 1 << 40, 1 << 40, Chip((9, 0), 132, 227 << 10), 13_000)
-    assert why_unverified("persistent", hopper, "llama") is None
-    reason = why_unverified("persistent", hopper, "granite")
+    assert all(why_unverified("persistent", hopper, ran) is None for ran in ("llama", "glm4", "llama --kv-type q8_0"))
+    reason = why_unverified("persistent", hopper, "olmo2")
     assert reason is not None
-    assert "run on no card with granite" in reason
+    assert "run on no card with olmo2" in reason
     assert "`ostinato verify --mode persistent MODEL`" in reason
-    verified_here = replace(hopper, verified={"persistent": ("granite",)})
-    assert why_unverified("persistent", verified_here, "granite") is None
-    assert why_unverified("persistent", verified_here, "gemma3") is not None
+    verified_here = replace(hopper, verified={"persistent": ("olmo2",)})
+    assert why_unverified("persistent", verified_here, "olmo2") is None
+    assert why_unverified("persistent", verified_here, "olmo3") is not None
     elsewhere = replace(verified_here, chip=BLACKWELL)
-    assert why_unverified("persistent", elsewhere, "granite") is None
+    assert why_unverified("persistent", elsewhere, "olmo2") is None
     assert why_unverified("persistent", elsewhere, "llama") is not None

@@ -47,9 +47,16 @@ KNOWN: Final[Mapping[tuple[int, int], KnownCards]] = MappingProxyType(
         (12, 1): KnownCards("GB10 (DGX Spark)", compiled="2026-11-18"),
     }
 )
-# Families for which `auto` takes `persistent` on such cards. It supports others too, which were emulated only.
-PERSISTENT_FAMILIES: Final = frozenset({"llama", "qwen2", "qwen3", "qwen3vl", "phi3", "ernie4_5", "seed_oss"})
-NOT_RUN: Final = frozenset({"deepseek2"})  # families whose CUDA kernels have run on no card yet
+# Families, and families with quantised keys and values, for which `auto` takes `persistent` on such cards. It supports
+# others with such keys and values too, which were emulated only.
+PERSISTENT_FAMILIES: Final = frozenset(
+    {
+        *("llama", "qwen2", "qwen3", "qwen3vl", "phi3", "ernie4_5", "seed_oss"),
+        *("granite", "smollm3", "mistral3", "glm4", "gemma", "gemma2", "gemma3"),
+        *("llama --kv-type q8_0", "gemma3 --kv-type q8_0"),
+    }
+)
+NOT_RUN: Final[frozenset[str]] = frozenset()  # families whose CUDA kernels have run on no card yet
 REFUSED: Final = ("T4, RTX 20, V100 and older", "sm_75 and older", "none", "refused by name", "")
 
 

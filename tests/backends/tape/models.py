@@ -83,7 +83,7 @@ def glm4() -> Shape:
     return shape_of("glm4", attention_bias=True).with_attention(rope=Rope(10_000.0, 32, "neighbours"))
 
 
-# Families that were emulated only: each has what no other has.
+# Families that have more than a llama: each has what no other has.
 EMULATED = {"granite": granite, "smollm3": smollm3, "mistral3": mistral3, "gemma": gemma} | {
     "gemma2": gemma2,
     "gemma3": gemma3,
