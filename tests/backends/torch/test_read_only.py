@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from ostinato.backends.torch.arrays import as_tensor
 from ostinato.backends.torch.read_only import ReadOnlyTensor
@@ -28,6 +29,28 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "as an array": lambda t: np.asarray(t).__setitem__(0, 7),
     "detached": lambda t: t.detach().fill_(7),
     "split": lambda t: t.split(2)[0].fill_(7),
+    "by the name of its argument": lambda t: torch.fill_(input=t, value=7),
+    "a limit, by name": lambda t: torch.clamp_(input=t, min=5),
+    "a function that is told to work in place": lambda t: functional.threshold(t, 9.0, 7.0, inplace=True),
+    "the same by position": lambda t: functional.elu(t, 1.0, True),
+    "an operator itself": lambda t: torch.ops.aten.fill_.Scalar(t, 7),
+    "a packet of operators": lambda t: torch.ops.aten.fill_(t, 7),
+    "a plain tensor": lambda t: t.as_subclass(torch.Tensor).fill_(7),
+    "dlpack to numpy": lambda t: np.from_dlpack(t).__setitem__(0, 7),
+    "dlpack to torch": lambda t: torch.utils.dlpack.from_dlpack(t).fill_(7),
+    "its storage": lambda t: t.untyped_storage().fill_(7),
+    "its typed storage": lambda t: t.storage().fill_(7),
+    "another size": lambda t: t.resize_(0),
+    "memory shared between processes": lambda t: t.share_memory_(),
+    "rows that an embedding scales": lambda t: functional.embedding(torch.tensor([1]), t.view(2, 2), max_norm=0.5),
+    "a list of results": lambda t: torch._foreach_copy_([t], [torch.ones(4)]),
+    "as a tensor": lambda t: torch.as_tensor(t).fill_(7),
+    "as an array of torch": lambda t: torch.asarray(t).fill_(7),
+    "a parameter": lambda t: torch.nn.Parameter(t, requires_grad=False).fill_(7),
+    "its data": lambda t: t.data.mul_(2),
+    "with other strides": lambda t: torch.as_strided(t, (2,), (2,)).fill_(7),
+    "random numbers": lambda t: torch.nn.init.normal_(t),
+    "the result of a matrix product": lambda t: torch.mv(torch.eye(4), torch.ones(4), out=t),
 }
 
 
