@@ -207,7 +207,7 @@ class LLM:
         )
         if self._loop_engine is not None:
             # What runs: a mode below the chosen one after a fallback; matrices may be on the tape alone.
-            model, settled = self._loop_engine.runner.model, self._loop_engine.runner.settled
+            model, settled = self._loop_engine.runner.plain_model, self._loop_engine.runner.settled
         self.shape, self._model = shape, model
         self._encoder: TextEncoder | None = None
         if self._loop_engine is None:

@@ -156,6 +156,14 @@ def test_a_plan_in_which_a_launch_overwrites_what_it_reads_is_refused() -> None:
     plan("a", "a")  # said to be in place
 
 
+def test_a_plan_in_which_a_node_writes_to_a_weight_is_refused() -> None:
+    weight, x = Buffer.of("w", torch.ones(2), is_weight=True), Buffer.of("x", torch.ones(2))
+    nodes = [Node("n", "test", lambda: None, (one,), (other,)) for one, other in (("w", "x"), ("x", "w"))]
+    assert Plan("cpu", (weight, x), (nodes[0],), 16).weights == (weight,)
+    with pytest.raises(InternalError, match=r"nodes write to \['w'\], which the plan holds as weights"):
+        Plan("cpu", (weight, x), tuple(nodes), 16)
+
+
 @pytest.mark.parametrize("mode", ["twin", "loop"])
 def test_any_buffer_of_a_plan_that_was_moved_is_named(mode: str) -> None:
     """E-31: tensors and arrays."""

@@ -20,7 +20,7 @@ from ostinato.errors import DecodeInvariantError, EngineDead, HardwareCannot, Pl
 from ostinato.loop.guard import Guard
 from ostinato.loop.host import Admission
 from ostinato.loop.layout import MAX_STOP_IDS, End, Fault, Finish, Word
-from ostinato.loop.memory import memory_in
+from ostinato.loop.memory import address_of, memory_in
 from ostinato.loop.mode import DecodeMode
 from tests.engine.rig import DEADLINE_S, GREEDY, Driver, held, open_loop, stray
 from tests.random_model import random_model
@@ -150,11 +150,30 @@ def test_weights_in_tiles_are_read_only_from_the_start(driver: Driver) -> None:
         assert not array.flags.writeable, name
 
 
-def test_a_weight_of_torchs_that_the_host_writes_to_is_found_at_the_next_trigger_and_is_fatal() -> None:
-    """I-5: a tensor has no lock, but counts what is done to it, by any view."""
+def test_a_weight_of_torchs_cannot_be_written_through_the_model_while_decode_mode_is_on() -> None:
+    """I-5: of a model of torch's, the host has views that refuse, also by a way that no count would show."""
     driver = open_loop(mode="twin")
-    driver.runner.decode_mode.enter()
+    runner = driver.runner
+    outside = [address_of(one) for _, one in memory_in(runner.model, "model")]
+    runner.decode_mode.enter()
+    weights = [one for _, one in memory_in(runner.model, "model")]
+    assert [address_of(one) for one in weights] == outside
+    assert len(weights) > 10
+    for weight in weights:
+        for strike in (lambda one: one.mul_(1), lambda one: one.data.mul_(1), lambda one: torch.fill_(one, 1)):
+            with pytest.raises(DecodeInvariantError, match="only reads"):
+                strike(weight)
+    runner.decode_mode.trigger()
+    runner.decode_mode.exit()
+    next(one for _, one in memory_in(runner.model, "model")).mul_(1)
+    runner.close()
+
+
+def test_a_weight_of_torchs_that_the_host_writes_to_is_found_at_the_next_trigger_and_is_fatal() -> None:
+    """I-5: a caller that has the tensor from before can write to it; torch counts that, except through `data`."""
+    driver = open_loop(mode="twin")
     name, weight = next((name, one) for name, one in memory_in(driver.runner.model, "model") if one.dim() == 2)
+    driver.runner.decode_mode.enter()
     with torch.no_grad():
         weight[0].mul_(1)
     with pytest.raises(PlanStale, match=f"the host has written to {re.escape(name)}"):
@@ -162,27 +181,21 @@ def test_a_weight_of_torchs_that_the_host_writes_to_is_found_at_the_next_trigger
     driver.runner.close()
 
 
-def test_a_tensor_that_was_swapped_or_freed_is_found_at_the_next_trigger_and_is_fatal() -> None:
+@pytest.mark.parametrize("name", ["table", "x", "logits", "memory.0.keys", "admissions"])
+@pytest.mark.parametrize("swap", [lambda one: one.set_(torch.zeros_like(one)), lambda one: one.set_()])
+def test_a_tensor_that_was_swapped_or_freed_is_found_at_the_next_trigger_and_is_fatal(
+    swap: Callable[[torch.Tensor], object], name: str
+) -> None:
     """I-6: the real tensors; nothing runs on the memory that took their place."""
-    swaps: list[Callable[[Any], object]] = [
-        lambda one: one.set_(torch.zeros_like(one)),
-        lambda one: one.untyped_storage().resize_(0),
-    ]
-    for swap in swaps:
-        for name in ("table", "x", "logits", "memory.0.keys", "admissions"):
-            driver = open_loop(mode="twin", model=random_model("kv"))
-            driver.admit(0, PROMPT)
-            driver.runner.decode_mode.enter()
-            own = driver.runner.plan.buffer(name)._memory
-            kept = own.clone(), own.untyped_storage()
-            try:
-                swap(own)
-            except RuntimeError:  # memory of numpy's cannot be freed by torch
-                own.set_(torch.zeros_like(kept[0]))
-            with pytest.raises(PlanStale, match=f"the buffer {name} was at"):
-                driver.runner.decode_mode.trigger()
-            assert driver.runner.start.n_launches == 0
-            driver.runner.close()
+    driver = open_loop(mode="twin", model=random_model("kv"))
+    driver.admit(0, PROMPT)
+    driver.runner.decode_mode.enter()
+    own = driver.runner.plan.buffer(name)._memory
+    swap(own)
+    with pytest.raises(PlanStale, match=f"the buffer {name} was at"):
+        driver.runner.decode_mode.trigger()
+    assert driver.runner.start.n_launches == 0
+    driver.runner.close()
 
 
 def test_memory_of_prompts_that_was_swapped_is_found_too() -> None:

@@ -76,7 +76,7 @@ def test_an_answer_that_is_kept_is_gone_on_from_and_saved_without_computing_it_a
 def test_a_state_of_the_cell_kind_is_loaded_into_pages(kind: MemoryKind) -> None:
     ids = prompt(3, 75)
     with open_engine(kind, mode="eager") as engine:
-        decoder = Decoder(engine.runner.model, n_ctx=256)
+        decoder = Decoder(engine.runner.plain_model, n_ctx=256)
         decoder.decode(Batch(token=ids))
         load_sequence(engine, decoder.save_sequence(0, {"ids": ids}))
         n_computed = computed(engine)
@@ -131,7 +131,7 @@ def test_a_state_without_its_ids_or_with_others_is_refused() -> None:
     with open_engine() as engine:
         held = answered(engine, prompt(1, 21))
         data = save_sequence(engine, HeldSequence(held), {})
-        decoder = Decoder(engine.runner.model, n_ctx=256)
+        decoder = Decoder(engine.runner.plain_model, n_ctx=256)
         decoder.decode(Batch(token=held))
         notes: list[dict[str, Any]] = [{}, {"ids": "none"}, {"ids": held[:-1]}, {"ids": []}]
         for note in notes:

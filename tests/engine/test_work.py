@@ -40,7 +40,7 @@ def chunks_of(engine: Engine) -> list[list[ChunkPart]]:
 
 def by_cells(engine: Engine, ids: list[int]) -> tuple[Floats, Floats]:
     """Logits and hidden rows of the same tokens through the cell kind."""
-    decoder = Decoder(engine.runner.model, n_ctx=256, embeddings=True)
+    decoder = Decoder(engine.runner.plain_model, n_ctx=256, embeddings=True)
     decoder.decode(Batch(token=ids))
     logits = decoder.outputs.all_logits().value
     rows = [decoder.embedding(i) for i in range(len(ids))]

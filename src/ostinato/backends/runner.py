@@ -19,6 +19,7 @@ from ostinato.loop.grammars import GrammarMemory
 from ostinato.loop.guard import Guard, chain_of
 from ostinato.loop.host import HostSide
 from ostinato.loop.layout import OUTBOX_ENTRIES, Layout, Tables
+from ostinato.loop.memory import read_only_parts
 from ostinato.loop.mode import DecodeMode
 from ostinato.loop.plan import Plan
 from ostinato.loop.start import PendingWork, Start
@@ -29,13 +30,14 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """The running half of an engine. `changed` is set when the scheduler should look again. `model` is the
-    one that was given, or the same on the tape alone: a caller that uses this one can free the other."""
+    """The running half of an engine. `changed` is set when the scheduler should look again. `plain_model` is the
+    one that was given, or the same on the tape alone: a caller that uses this one can free the other. It is for code
+    that computes with the weights, such as a decoder beside the loop; `model` is for callers that read them."""
 
     def __init__(self, model: ModelBlocks, settled: Settled, *, outbox_entries: int | None = None) -> None:
         self.guard = Guard()
         self.settled = settled
-        self.model: Any = model  # over weights in the backend's layout
+        self.plain_model: Any = model  # over weights in the backend's layout
         self.page_tokens = settled.page_tokens
         self.n_tokens = settled.tokens_of(model.shape)
         self.groups = settled.groups(model.shape)
@@ -46,6 +48,7 @@ class Runner:
         self.host = HostSide(self._shared)
         self.changed: WakeEvent = self._wake_event()
         self.plan, self.start, self.chunks = self._made()
+        self._seen_model = read_only_parts(self.plain_model)
         self.decode_mode = DecodeMode(self.plan, self.start, self._shared, self.guard, self.chunks.captured)
         self._seal()
         try:
@@ -62,6 +65,11 @@ class Runner:
         if "guard" in self.__dict__:
             self.guard.allow("I-7", f"replacing {name} of a runner")
         super().__setattr__(name, value)
+
+    @property
+    def model(self) -> Any:
+        """The model; over read-only views of its weights while decode mode is on (I-5)."""
+        return self._seen_model if self.guard.locked else self.plain_model
 
     @property
     def tables(self) -> Tables:

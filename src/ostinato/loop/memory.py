@@ -7,6 +7,7 @@ the address, as torch's tensors have.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import singledispatch
 from math import prod
@@ -51,6 +52,31 @@ def _(memory: np.ndarray) -> np.ndarray:
     view = memory.view()
     view.flags.writeable = False
     return view
+
+
+def read_only_parts(part: Any, memo: dict[int, Any] | None = None) -> Any:
+    """The same blocks, lists and mappings with a read-only view in place of every array and tensor that `memory_in`
+    finds; a part that is in two places is so again."""
+    memo = {} if memo is None else memo
+    if id(part) not in memo:
+        memo[id(part)] = _read_only_parts(part, memo)
+    return memo[id(part)]
+
+
+def _read_only_parts(part: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(part, np.ndarray) or hasattr(part, "data_ptr"):
+        return read_only(part)
+    if is_dataclass(part) and not isinstance(part, type):
+        seen = copy(part)
+        for field in fields(part):
+            object.__setattr__(seen, field.name, read_only_parts(getattr(part, field.name), memo))
+        return seen
+    if isinstance(part, Mapping):
+        return {key: read_only_parts(value, memo) for key, value in part.items()}
+    if isinstance(part, list | tuple):
+        values = [read_only_parts(value, memo) for value in part]
+        return type(part)(*values) if hasattr(part, "_fields") else type(part)(values)
+    return part
 
 
 def version_of(memory: Any) -> int | None:

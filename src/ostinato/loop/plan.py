@@ -11,14 +11,12 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from ostinato.errors import InternalError, PlanStale
 from ostinato.loop.memory import address_of, read_only, version_of
-
-WEIGHTS: Final = ("model", "tape", "step.array")  # how the names of their buffers begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +27,11 @@ class Buffer:
     _memory: Any  # the device's own array or tensor; `check` reads its address again
     address: int
     n_bytes: int
+    is_weight: bool = False  # neither device nor host writes to it from when the plan is made
 
     @staticmethod
-    def of(name: str, tensor: Any) -> Buffer:
-        return Buffer(name, tensor, address_of(tensor), tensor.nbytes)
+    def of(name: str, tensor: Any, *, is_weight: bool = False) -> Buffer:
+        return Buffer(name, tensor, address_of(tensor), tensor.nbytes, is_weight)
 
     @property
     def tensor(self) -> Any:
@@ -114,6 +113,9 @@ class Plan:
             unknown = {*node.reads, *node.writes} - set(known)
             if unknown:
                 raise InternalError(f"node {node.name} uses {sorted(unknown)}, which the plan does not hold")
+        written = {name for node in self.nodes for name in node.writes}
+        if wrong := sorted(written & {buffer.name for buffer in self.weights}):
+            raise InternalError(f"nodes write to {wrong}, which the plan holds as weights")
         self._refuse_aliases()
 
     @cached_property
@@ -151,8 +153,8 @@ class Plan:
 
     @cached_property
     def weights(self) -> tuple[Buffer, ...]:
-        """The buffers of weights, which nothing writes to."""
-        return tuple(buffer for buffer in self.buffers if buffer.name.startswith(WEIGHTS))
+        """The model's tensors and what a backend has made of them: nothing writes to these buffers."""
+        return tuple(buffer for buffer in self.buffers if buffer.is_weight)
 
     def _refuse_aliases(self) -> None:
         """Refuse a node that writes a buffer which overlaps another of its buffers: it could read half-written data."""

@@ -127,7 +127,7 @@ class EmulatedLoop(TorchRunner):
         if self._deadline_ns is not None:
             headers["shape.h"] += f"#undef DEADLINE_NS\n#define DEADLINE_NS {self._deadline_ns}LL\n"
         program = compiled(tape_source(), "tape.cpp", headers=headers, watched=self._watched)
-        prefill = TorchChunks(self.model, self._kept, self._shared, self.n_tokens)
+        prefill = TorchChunks(self.plain_model, self._kept, self._shared, self.n_tokens)
         return plan, EmulatedTape(plan, self.step, program, self.guard, self._seed), prefill
 
 

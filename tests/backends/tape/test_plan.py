@@ -387,6 +387,19 @@ def test_the_plan_holds_everything_that_the_argument_points_at(
         node.run()
 
 
+def test_what_a_tape_was_made_of_counts_as_weights_and_nothing_that_a_step_writes_does() -> None:
+    """I-5: norms, frequencies, biases and the map of the tape are compared at every trigger, too."""
+    laid = Laid(small(shape_of("gemma2", hidden=256, ff_width=256)))
+    weights = {buffer.name for buffer in laid.plan.weights}
+    made = {"tape", "tape_at", "segments", "norms", "after_norms", "frequencies", "windows", "caches", "groups"}
+    assert made <= weights
+    assert {laid.plan.buffer(name).address for name in weights} >= {laid.step.buffers["embedding"].data_ptr()}
+    assert not weights & {*laid.plan.nodes[0].writes, "admissions"}
+    before = laid.plan.buffer("norms").version
+    laid.step.buffers["norms"].mul_(1)
+    assert laid.plan.buffer("norms").version != before
+
+
 def test_the_plans_text_states_both_copies_of_the_weights() -> None:
     model = small(PACKABLE, mix="q4_k_m")
     laid = Laid(model)

@@ -186,9 +186,11 @@ class Emulated(EmulatedLoop):
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
         plan, start, _ = super()._made()
-        self.model = by_twin(self.step.on_tape(self._on_card)) if self.settled.prompts == "tape" else self._on_card
+        self.plain_model = (
+            by_twin(self.step.on_tape(self._on_card)) if self.settled.prompts == "tape" else self._on_card
+        )
         words = (self.memory, self.tables, self.n_tokens, twin_kernels())
-        return plan, start, FusedChunks(self.model, *words, buckets=(16, 64))
+        return plan, start, FusedChunks(self.plain_model, *words, buckets=(16, 64))
 
 
 @pytest.mark.slow
@@ -246,7 +248,7 @@ class CardLoop(TapeRunner):
     def _made(self) -> tuple[Plan, Start, Chunks]:
         plan, start = self._step()
         words = (self.memory, self.tables, self.n_tokens, twin_kernels())
-        return plan, start, FusedChunks(self.model, *words, buckets=(16,))
+        return plan, start, FusedChunks(self.plain_model, *words, buckets=(16,))
 
 
 @pytest.mark.parametrize("prompts_on_tape", [True, False])
@@ -321,4 +323,4 @@ def test_a_model_for_the_tape_is_loaded_with_its_matrices_in_the_hosts_memory(ti
 
 def test_a_decoder_of_ones_own_has_the_model_of_the_loop(tiny_gguf: Path) -> None:
     with LLM(tiny_gguf, device="cpu") as llm:
-        assert llm.decoder(n_ctx=64).model.embedding is llm._engine.runner.model.embedding
+        assert llm.decoder(n_ctx=64).model.embedding is llm._engine.runner.plain_model.embedding

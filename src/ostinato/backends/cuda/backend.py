@@ -157,10 +157,10 @@ class CudaRunner(TensorRunner):
 
         plan, start = self._step()
         try:
-            chunks = FusedChunks(self.model, self._kept, self._shared, self.n_tokens, kernels_for(self.settled))
+            chunks = FusedChunks(self.plain_model, self._kept, self._shared, self.n_tokens, kernels_for(self.settled))
             # None where the backend compiled for these settings before it loaded the model (E-9).
             bound = [[node.run for node in plan.nodes], chunks.bound()]
-            self.n_compiled_late = compile_missing(launches_in(bound), self.model.device)
+            self.n_compiled_late = compile_missing(launches_in(bound), self.plain_model.device)
             chunks.capture(start.side)
         except BaseException:
             start.close()  # which may hold the card
@@ -170,7 +170,7 @@ class CudaRunner(TensorRunner):
     def _step(self) -> tuple[Plan, CudaStart]:
         from ostinato.backends.cuda.plan import FusedPlan
 
-        plan = FusedPlan(self.model, self._kept, self._shared, self.n_tokens, kernels_for(self.settled)).plan()
+        plan = FusedPlan(self.plain_model, self._kept, self._shared, self.n_tokens, kernels_for(self.settled)).plan()
         return plan, self._start(plan)
 
     def _start(self, plan: Plan) -> CudaStart:

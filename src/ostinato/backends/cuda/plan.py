@@ -205,7 +205,8 @@ class FusedPlan:
         named = [Buffer.of(name, tensor) for name, tensor in self._buffers.items()]
         # What nodes use without having listed it: norms, frequencies, and what launches keep for themselves.
         bound = tensors_of([node.run for node in self._nodes], "launch")
-        rest = [Buffer.of(name, tensor) for name, tensor in (*tensors_of(self._model, "model"), *bound)]
+        rest = [Buffer.of(name, tensor, is_weight=True) for name, tensor in tensors_of(self._model, "model")]
+        rest += [Buffer.of(name, tensor) for name, tensor in bound]
         known = {buffer.address for buffer in named}
         buffers = (*named, *(buffer for buffer in without_repeats(rest) if buffer.address not in known))
         constants = f"{self._model.shape}, {self._n_tokens} tokens, fused"

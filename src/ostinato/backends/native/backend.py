@@ -117,7 +117,9 @@ class NativeRunner(Runner):
         super().__init__(model, settled, outbox_entries=outbox_entries)
 
     def _memory(self) -> NativePages:
-        return NativePages.of(self.model.shape, self.groups, n_slots=self.settled.n_slots, kv_type=self.settled.kv_type)
+        return NativePages.of(
+            self.plain_model.shape, self.groups, n_slots=self.settled.n_slots, kv_type=self.settled.kv_type
+        )
 
     def sequence_copy(self) -> SequenceCopy:
         return self._copy
@@ -125,13 +127,13 @@ class NativeRunner(Runner):
     def ranked(self, pooled: Floats) -> Floats:
         from ostinato.backends.native.ranking import ranked
 
-        assert self.model.ranking is not None
-        return ranked(self.model.ranking, pooled)
+        assert self.plain_model.ranking is not None
+        return ranked(self.plain_model.ranking, pooled)
 
     def projected(self, pooled: Floats) -> Floats:
         from ostinato.backends.native.ranking import projected
 
-        return projected(self.model.projections, pooled)
+        return projected(self.plain_model.projections, pooled)
 
     def _wake_event(self) -> FileWakeEvent:
         return FileWakeEvent()
@@ -142,7 +144,7 @@ class NativeRunner(Runner):
         from ostinato.backends.native.sequence_copy import NativeSequenceCopy
         from ostinato.backends.native.start import NativeLoop
 
-        model, activations = self.model, self.settled.activations
+        model, activations = self.plain_model, self.settled.activations
         assert isinstance(self.changed, FileWakeEvent)
         self._copy = NativeSequenceCopy(self._kept)
         native = NativeStep(

@@ -592,7 +592,7 @@ def native_plan(model: ModelBlocks, memory: NativePages, tables: Tables, step: N
     """Everything that a step reads and writes, as one node: C runs the whole step."""
     # Not every type of tiles has all its planes, nor every kv_type scales.
     named = [*memory_in(model, "model"), *memory_in(step.arrays, "step.array")]
-    weights = without_repeats([Buffer.of(name, array) for name, array in named if array.nbytes])
+    weights = without_repeats([Buffer.of(name, array, is_weight=True) for name, array in named if array.nbytes])
     kept = [Buffer.of(name, array) for name, array in memory_in(memory.layers, "memory") if array.nbytes]
     kept += [Buffer.of(name, array) for name, array in memory_in(memory.states, "states")]
     own = [

@@ -180,20 +180,20 @@ class TapeRunner(CudaRunner):
         from ostinato.backends.tape.plan import TapeStep, tape_plan, why_not_values
         from ostinato.backends.tape.start import TapeLoop
 
-        reason = why_not_values(self.model)
+        reason = why_not_values(self.plain_model)
         if reason is not None:  # a header does not state these
             raise HardwareCannot(reason)
         step = TapeStep(
-            self.model,
+            self.plain_model,
             self._kept,
             self._shared,
             self.n_tokens,
-            gpu.chip_of(self.model.device),
+            gpu.chip_of(self.plain_model.device),
             kv_type=self.settled.kv_type,
             activations=self.settled.activations,
             on_tape=self.settled.prompts == "tape",
         )
-        self.model = step.model
+        self.plain_model = step.model
         torch.cuda.empty_cache()  # what matrices were laid out in, one at a time
         plan = tape_plan(step.model, self._kept, self._shared, step)
         return plan, TapeLoop(plan, step, self._shared, self.guard, self.changed.set)

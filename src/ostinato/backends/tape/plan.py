@@ -708,7 +708,7 @@ def tape_plan(model: Model, memory: PagedMemory, tables: Tables, step: TapeStep)
     the tape has, and what prompts read. `model` is the step's own."""
     viewed = viewed_memory(tables)
     own = [Buffer.of(name, memory) for name, memory in viewed.items()]
-    own += [Buffer.of(name, tensor) for name, tensor in step.buffers.items()]
+    own += [Buffer.of(name, part, is_weight=name not in step.written) for name, part in step.buffers.items()]
     kept = [Buffer.of(name, tensor) for name, tensor in memory_tensors(memory)]
     known = {buffer.address for buffer in own}
     plain = [b for b in without_repeats(_weight_buffers(model)) if b.address not in known]
@@ -763,7 +763,7 @@ def _attention(model: Model, number: int) -> Attention:
 
 
 def _weight_buffers(model: Model) -> list[Buffer]:
-    return [Buffer.of(name, tensor) for name, tensor in tensors_of(model, "model")]
+    return [Buffer.of(name, tensor, is_weight=True) for name, tensor in tensors_of(model, "model")]
 
 
 def _whole(n: int, unit: int) -> int:

@@ -111,8 +111,8 @@ class TensorRunner(Runner):
 
         settled = self.settled
         return PagedMemory.of(
-            self.model,
-            settled.groups(self.model.shape),
+            self.plain_model,
+            settled.groups(self.plain_model.shape),
             n_slots=settled.n_slots,
             kv_type=settled.kv_type,
             page_tokens=settled.page_tokens,
@@ -121,17 +121,17 @@ class TensorRunner(Runner):
     def _tables(self, layout: Layout) -> Tables:
         from ostinato.backends.torch.tables import tensor_tables
 
-        return tensor_tables(layout, self.model.device, self.settled.grammar_bytes)
+        return tensor_tables(layout, self.plain_model.device, self.settled.grammar_bytes)
 
     def ranked(self, pooled: Floats) -> Floats:
         from ostinato.backends.torch.model import through_head
 
-        return through_head(self.model.rank, pooled)
+        return through_head(self.plain_model.rank, pooled)
 
     def projected(self, pooled: Floats) -> Floats:
         from ostinato.backends.torch.model import through_head
 
-        return through_head(self.model.project, pooled)
+        return through_head(self.plain_model.project, pooled)
 
     def sequence_copy(self) -> SequenceCopy:
         from ostinato.backends.torch.sequence_copy import TorchSequenceCopy
@@ -147,10 +147,10 @@ class TorchRunner(TensorRunner):
         from ostinato.backends.torch.plan import TorchStep
         from ostinato.backends.torch.start import CpuEager, CpuLoop
 
-        plan = TorchStep(self.model, self._kept, self._shared, self.n_tokens).plan()
+        plan = TorchStep(self.plain_model, self._kept, self._shared, self.n_tokens).plan()
         kind = CpuLoop if self.settled.mode == TWIN else CpuEager
         start = kind(plan, self._shared, self.guard, self.changed.set)
-        return plan, start, TorchChunks(self.model, self._kept, self._shared, self.n_tokens)
+        return plan, start, TorchChunks(self.plain_model, self._kept, self._shared, self.n_tokens)
 
 
 # What backends of torch's tensors share

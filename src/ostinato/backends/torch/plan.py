@@ -42,7 +42,7 @@ class TorchStep:
         named = {"table": tables.table.memory, "admissions": tables.admissions.memory, "rings": tables.rings.memory}
         named |= {"x": self.x, "logits": self.logits, **kept}
         buffers = [Buffer.of(name, tensor) for name, tensor in named.items()]
-        weights = [Buffer.of(name, tensor) for name, tensor in tensors_of(model, "model")]
+        weights = [Buffer.of(name, tensor, is_weight=True) for name, tensor in tensors_of(model, "model")]
         nodes = [Node("embed", "embed", self.embed, ("table",), ("x",))]
         for number, layer in enumerate(model.layers):
             changed = ("x", *(name for name in kept if name.startswith(f"memory.{number}.")))
