@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ostinato.backends.base import Settled
+from ostinato.backends.compare import Difference
 from ostinato.cli import verify_start
 from ostinato.cli.bare import Bare
 from ostinato.cli.verify_start import Started, compare, has_passed, short_report, verified_start
@@ -51,8 +53,6 @@ def test_eager_itself_is_compared_with_the_twins_over_weights_read_again(path: s
 def test_a_loop_that_computes_something_else_is_refused_with_the_first_difference(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ostinato.backends.compare import Difference
-
     whole = Verifier.compare
 
     def wrong(self: Verifier, mode: str) -> Check:
@@ -93,39 +93,40 @@ def test_a_card_is_compared_once_for_each_mode_and_the_result_is_kept(
     assert len(ran) == 3
 
 
-@pytest.mark.usefixtures("home")
-def test_the_persistent_kernel_passes_for_one_family_at_a_time() -> None:
-    from ostinato.backends.base import Settled
-
-    settled = Settled("cuda:0", "tape", "persistent", "bfloat16", "bf16", 256)
-    hopper = replace(CARD, capability="9.0")
-    assert has_passed(settled, replace(hopper, family="llama"))
-    assert not has_passed(settled, replace(hopper, family="olmo2"))
-    passed = Check("persistent", "eager", "tolerance", 1, 0.1, None, {})
-    verified.keep(replace(hopper, family="olmo2"), VerifyReport((passed,), {}), "m", print)
-    assert has_passed(settled, replace(hopper, family="olmo2"))
-    assert not has_passed(settled, replace(hopper, family="olmo3"))
+H200 = VerifiedCard("NVIDIA H200", "9.0", "570.1")
+H100 = replace(H200, name="NVIDIA H100 80GB HBM3")
 
 
 @pytest.mark.usefixtures("home")
-def test_a_chip_on_which_a_release_ran_has_passed_and_a_failed_result_is_removed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from ostinato.backends.base import Settled
-
-    settled = Settled("cuda:0", "cuda", "loop", "bfloat16", "bf16", 256)
-    assert has_passed(settled, replace(CARD, capability="9.0"))
-    monkeypatch.setattr("ostinato.cli.verify_start.NOT_RUN", frozenset({"a new family"}))
-    assert not has_passed(settled, replace(CARD, capability="9.0", family="a new family"))
-    assert not has_passed(settled, CARD)
-    passed = Check("loop", "eager", "bits", 1, 0.1, None, {})
-    verified.keep(CARD, VerifyReport((passed,), {}), "m", print, modes=verified.RECORDED)
-    assert has_passed(settled, CARD)
-    from ostinato.backends.compare import Difference
-
+@pytest.mark.parametrize("card", [CARD, H100])
+@pytest.mark.parametrize("mode", ["loop", "persistent"])
+def test_a_card_has_passed_for_one_mode_and_one_family_at_a_time(card: VerifiedCard, mode: str) -> None:
+    """Also a card of the same chip as the one that was tested."""
+    other = {"loop": "persistent", "persistent": "loop"}[mode]
+    llama = replace(card, family="llama")
+    assert not has_passed(settled(mode), llama)
+    passed = Check(mode, "eager", "bits", 1, 0.1, None, {})
+    verified.keep(llama, VerifyReport((passed,), {}), "m", print, modes=verified.RECORDED)
+    assert has_passed(settled(mode), llama)
+    assert not has_passed(settled(other), llama)
+    assert not has_passed(settled(mode), replace(card, family="qwen3"))
     wrong = replace(passed, difference=Difference("sample", "token", (), "7", "8"))
-    verified.keep(CARD, VerifyReport((wrong,), {}), "m", print, modes=verified.RECORDED)
-    assert not has_passed(settled, CARD)
+    verified.keep(llama, VerifyReport((wrong,), {}), "m", print, modes=verified.RECORDED)
+    assert not has_passed(settled(mode), llama)
+
+
+@pytest.mark.usefixtures("home")
+def test_the_very_card_of_the_tests_has_passed_for_the_families_that_ran_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ostinato.cli.verify_start.NOT_RUN", frozenset({"a new family"}))
+    passed = [has_passed(settled("loop"), replace(H200, family=one)) for one in ("llama", "deepseek2", "a new family")]
+    assert passed == [True, True, False]
+    passed = [has_passed(settled("persistent"), replace(H200, family=one)) for one in ("llama", "granite", "olmo2")]
+    assert passed == [True, True, False]
+
+
+def settled(mode: str) -> Settled:
+    backend = "tape" if mode == "persistent" else "cuda"
+    return Settled("cuda:0", backend, mode, "bfloat16", "bf16", 256)
 
 
 # The verb

@@ -17,7 +17,7 @@ from ostinato.cli.bare import Bare, opened_bare
 from ostinato.cli.output import talk
 from ostinato.engine import verified
 from ostinato.engine.checks import Check, VerifyReport
-from ostinato.engine.known_cards import NOT_RUN, PERSISTENT_FAMILIES, has_run, kind_of_kernel
+from ostinato.engine.known_cards import NOT_RUN, PERSISTENT_FAMILIES, is_card_that_ran, kind_of_kernel
 from ostinato.engine.request import check_generates
 from ostinato.errors import OstinatoError
 from ostinato.extras import why_missing
@@ -42,7 +42,7 @@ class Started(NamedTuple):
 
 def verified_start(options: ServeOptions, verify: bool | None) -> Started:
     """Compare the first model's mode with the reference in another process: always or, if `verify` is None, on a GPU
-    on which this mode neither ran before a release nor passed this before."""
+    on which this mode has not passed for the model's family."""
     given = {"verify": verify, "model": options.model, "load": json.loads(options.to_json())["load"]}
     # In a session of its own: Ctrl-C in the terminal reaches this process, which ends that one.
     ran = subprocess.run(COMMAND, input=json.dumps(given).encode(), stdout=subprocess.PIPE, start_new_session=True)
@@ -89,11 +89,14 @@ def card_of(settled: Settled, kind: str) -> VerifiedCard | None:
 
 
 def has_passed(settled: Settled, card: VerifiedCard) -> bool:
+    """Whether this mode passed for this family on such a card: here, or on the very card of the releases' tests."""
+    if card.family in verified.verified_families(card, talk).get(settled.mode, ()):
+        return True
     major, minor = card.capability.split(".")
-    ran, passed = has_run((int(major), int(minor))), verified.verified_families(card, talk).get(settled.mode, ())
-    if settled.mode not in verified.NEED_VERIFICATION:
-        return card.family in passed if card.family in NOT_RUN else ran or bool(passed)
-    return (ran and card.family in PERSISTENT_FAMILIES) or card.family in passed
+    if not is_card_that_ran((int(major), int(minor)), card.name):
+        return False
+    needs = settled.mode in verified.NEED_VERIFICATION
+    return card.family in PERSISTENT_FAMILIES if needs else card.family not in NOT_RUN
 
 
 def short_report(bare: Bare) -> VerifyReport:

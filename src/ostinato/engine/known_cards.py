@@ -1,9 +1,9 @@
 """What is known of GPUs by their compute capability: where our kernels ran, where they were only compiled, and where
 neither was done and they follow by the chip's limits.
 
-`ostinato doctor --cards` prints this table, and README.md has the same. Nothing is decided by a card's name; the
-examples are for readers. The chooser takes `persistent` unasked only where it ran, and for some families only
-(docs/tape.md).
+`ostinato doctor --cards` prints this table, and README.md has the same. The examples are for readers. A card's name
+decides one thing only: `serve` compares no mode with the reference on the card that the kernels ran on. The chooser
+takes `persistent` unasked only where it ran, and for some families only (docs/tape.md).
 """
 
 from __future__ import annotations
@@ -72,3 +72,12 @@ def kind_of_kernel(family: str, kv_type: str) -> str:
 def has_run(capability: tuple[int, int]) -> bool:
     """Whether our kernels ran on such a card, and were not only compiled for it."""
     return capability in KNOWN and KNOWN[capability].ran is not None
+
+
+def is_card_that_ran(capability: tuple[int, int], name: str) -> bool:
+    """Whether a card is the one that our kernels ran on, by its full name, and not another of its capability.
+
+    >>> [is_card_that_ran((9, 0), name) for name in ("NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3")]
+    [True, False, False]
+    """
+    return has_run(capability) and name == f"NVIDIA {KNOWN[capability].ran_on}"
