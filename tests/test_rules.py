@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu_exact, gpu_executor, gpu_prompts, gpu_speed, gpu_stress, gpu_tape
+from bench.gpu_check import _checks
 from tests.rules import CODE, DOCS, PAGE, ROOT, Group, Rule, citations, main, page, read, rules
 
 RULES = rules()
@@ -49,8 +49,7 @@ def test_rules_are_plain_sentences_that_fit_a_line() -> None:
 
 def test_a_lesson_is_met_and_names_what_shows_it_or_says_what_is_missing() -> None:
     """E-86."""
-    modules = (gpu_exact, gpu_executor, gpu_prompts, gpu_speed, gpu_stress, gpu_tape)
-    checks = {f"{check.part} {check.name}" for module in modules for check in module.CHECKS}
+    checks = {f"{check.part} {check.name}" for check in _checks()}
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
     tests = {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE)}
     for code, rule in LESSONS.items():
