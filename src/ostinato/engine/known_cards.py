@@ -40,7 +40,7 @@ KNOWN: Final[Mapping[tuple[int, int], KnownCards]] = MappingProxyType(
         (8, 6): KnownCards("RTX 30, A10, A40, RTX A6000", compiled="2026-11-18"),
         (8, 7): KnownCards("Jetson Orin", compiled="2026-11-18"),
         (8, 9): KnownCards("RTX 40, L4, L40S", compiled="2026-11-18"),
-        (9, 0): KnownCards("H100, H200, GH200", compiled="2026-11-18", ran="2026-11-16", ran_on="H200"),
+        (9, 0): KnownCards("H100, H200, GH200", compiled="2026-11-18", ran="2026-11-18", ran_on="H200"),
         (10, 0): KnownCards("B200, GB200", compiled="2026-11-18"),
         (10, 3): KnownCards("B300, GB300"),
         (12, 0): KnownCards("RTX 50, RTX PRO 6000", compiled="2026-11-18"),
