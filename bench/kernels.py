@@ -419,7 +419,7 @@ def routed_products(type: str, n_slots: int) -> Iterator[RoutedProduct]:
         choices = [torch.rand(n_slots, n_experts, device=DEVICE).argsort(1)[:, :n_used] for _ in range(N_CHOICES)]
         chosen = [choice.sort(1).values.int() for choice in choices]
         act, out = torch.randn(n_slots, n_used, ff, device=DEVICE), torch.zeros(n_slots, hidden, device=DEVICE)
-        how: dict[str, Any] = {"workspace": experts_workspace(n_slots, n_used, (ff, hidden), DEVICE)}
+        how: dict[str, Any] = {"workspace": experts_workspace(n_slots, n_used, ff, hidden, DEVICE)}
         how["chip"] = gpu.chip_of(DEVICE)
         if type in into:
             x, weight = torch.randn_like(out), weight_of(type, n_experts * 2 * ff, hidden)

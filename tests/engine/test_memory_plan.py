@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ostinato.backends.base import LOGITS_BYTES, ChunkOutput, ChunkPart, ChunkWant, Settled
-from ostinato.backends.cuda.backend import ATTENTION_CUTS, GPU_LIBRARIES
+from ostinato.backends.cuda.backend import ATTENTION_CUTS, EXPERT_PARTS, GPU_LIBRARIES
 from ostinato.backends.cuda.latent import LatentBuffers
 from ostinato.backends.cuda.plan import StepBuffers
 from ostinato.backends.memory_rows import LIBRARIES, OUTPUT_ROWS
@@ -153,6 +153,19 @@ def test_the_workspace_of_a_gpu_holds_what_its_kernels_ask_for() -> None:
     sampler = sum(buffer.nbytes for buffer in sample.sample_workspace(4, LLAMA.vocab, torch.device("meta")).values())
     assert ATTENTION_CUTS == attend.MAX_SPLITS
     assert scores + sampler <= workspace <= scores + 1.2 * sampler + GPU_LIBRARIES
+
+
+def test_a_gpu_counts_the_sums_that_programs_of_experts_leave() -> None:
+    kernels = pytest.importorskip("ostinato.backends.cuda.triton.experts")
+    shape, meta = SHAPES["qwen3-30b-a3b"], torch.device("meta")
+    experts, n_slots = shape.experts, 5
+    assert experts is not None
+    made = kernels.experts_workspace(n_slots, experts.n_used, experts.ff_width, shape.hidden, meta)
+    assert EXPERT_PARTS == kernels.MAX_PARTS
+    counted = [
+        sizes(plan_of(one, on_gpu(n_slots, 100)))["workspace (about)"] for one in (shape, replace(shape, experts=None))
+    ]
+    assert counted[0] - counted[1] == made.parts.nbytes
 
 
 def test_a_gpu_counts_what_latent_attention_keeps_between_its_kernels() -> None:

@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 WHILE_NODES_SINCE: Final = 12_040  # the driver's number for CUDA 12.4
 # Of one row: where attention over a long row is cut, each cut leaves sums of its own (triton/attend.py).
 ATTENTION_CUTS: Final = 64
+# Parts of an expert's columns, whose programs leave sums of their own (triton/experts.py).
+EXPERT_PARTS: Final = 4
 # The sampler keeps a scaled copy of the logits and a little beside it.
 SAMPLER_COPIES: Final = 1.1
 # What cuBLAS, Triton's modules and the captured graphs take on a GPU, generously.
@@ -351,7 +353,15 @@ def _workspace_bytes(shape: Shape, settled: Settled) -> int:
     per_slot = shape.widest(lambda a: a.n_heads * (a.value_width + 2))
     attention = settled.n_slots * ATTENTION_CUTS * per_slot * FLOAT_BYTES
     sampler = int(SAMPLER_COPIES * settled.n_slots * shape.vocab * FLOAT_BYTES)
-    return attention + sampler + GPU_LIBRARIES
+    return attention + _experts_bytes(shape, settled.n_slots) + sampler + GPU_LIBRARIES
+
+
+def _experts_bytes(shape: Shape, n_slots: int) -> int:
+    """The sums that programs of routed experts leave each other."""
+    if shape.experts is None:
+        return 0
+    widest = max(2 * shape.experts.ff_width, shape.experts.latent_width or shape.hidden)
+    return n_slots * shape.experts.n_used * EXPERT_PARTS * widest * FLOAT_BYTES
 
 
 CUDA: Final = CudaBackend()

@@ -189,8 +189,8 @@ class FusedPlan:
         self._sample_workspace = kernels.sample_workspace(self._n_slots, model.shape.vocab, model.device)
         self._experts_workspace = None
         if (experts := model.shape.experts) is not None:
-            widths = experts.ff_width, experts.latent_width or model.shape.hidden
-            self._experts_workspace = kernels.experts_workspace(self._n_slots, experts.n_used, widths, model.device)
+            sizes = self._n_slots, experts.n_used, experts.ff_width, experts.latent_width or model.shape.hidden
+            self._experts_workspace = kernels.experts_workspace(*sizes, model.device)
         workspaces = {
             **{"attend": self._workspace, "latent": self._latent_workspace},
             **{"sample": self._sample_workspace, "experts": self._experts_workspace},

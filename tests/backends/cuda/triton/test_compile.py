@@ -99,7 +99,7 @@ def expert_cases() -> list[Case]:
     x, act, wide = torch.zeros(8, 1024), torch.zeros(8, 2, 512), torch.zeros(8, 2, 2048)
     live, chosen = torch.ones(1, dtype=torch.int32), torch.zeros(8, 2, dtype=torch.int32)
     shares = torch.zeros(8, 2)
-    step: Any = {"workspace": experts_workspace(8, 2, (512, 1024), x.device)}
+    step: Any = {"workspace": experts_workspace(8, 2, 512, 1024, x.device)}
     plain = ExpertShape(60, 2, 8, renormalise=True)
     groups = replace(plain, scoring="sigmoid", choice_bias=True, groups=ExpertGroups(5, 2, 2), shared_gate=True)
     beside = {"bias": torch.zeros(60), "shared": torch.zeros(8)}

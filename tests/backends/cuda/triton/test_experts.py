@@ -29,11 +29,11 @@ TILE = Tile(16, 128, num_warps=1)
 SPREAD = pytest.mark.parametrize("n_parts", [None, 1, 2], ids=["together", "spread", "spread in two parts"])
 
 
-def workspace_of(n_parts: int | None, *widths: int) -> ExpertWorkspace | None:
+def workspace_of(n_parts: int | None, width: int) -> ExpertWorkspace | None:
     """Full of what is no number: only what was left in it may be read."""
     if n_parts is None:
         return None
-    workspace = experts_workspace(N_SLOTS, N_USED, widths, torch.device("cpu"))
+    workspace = experts_workspace(N_SLOTS, N_USED, width, width, torch.device("cpu"))
     workspace.parts.fill_(NAN)
     return workspace
 

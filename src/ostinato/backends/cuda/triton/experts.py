@@ -12,7 +12,7 @@ that share outputs adds their sums up, in order. Rows of a prompt are many, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -76,12 +76,13 @@ class ExpertWorkspace:
     arrivals: Tensor
 
 
-def experts_workspace(n_slots: int, n_used: int, widths: Sequence[int], device: torch.device) -> ExpertWorkspace:
-    """A workspace for products of so many outputs (gate and up count as one), zeroed; kernels leave `arrivals` zero."""
-    n, wide = n_slots * n_used, max(-(-width // MAX_BLOCK_N) * MAX_BLOCK_N for width in widths)
+def experts_workspace(n_slots: int, n_used: int, inner: int, outer: int, device: torch.device) -> ExpertWorkspace:
+    """A workspace for gate and up of `inner` outputs each and sums of `outer`: zeroed, as kernels leave `arrivals`."""
+    inner, outer = (-(-width // MAX_BLOCK_N) * MAX_BLOCK_N for width in (inner, outer))
+    n = n_slots * n_used
     return ExpertWorkspace(
-        torch.zeros(n * MAX_PARTS * 2 * wide, dtype=torch.float32, device=device),
-        torch.zeros(n * (wide // LEAST_BLOCK_N), dtype=torch.int32, device=device),
+        torch.zeros(n * MAX_PARTS * max(2 * inner, outer), dtype=torch.float32, device=device),
+        torch.zeros(n * (max(inner, outer) // LEAST_BLOCK_N), dtype=torch.int32, device=device),
     )
 
 
