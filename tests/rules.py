@@ -1,7 +1,7 @@
 """The rules that code, tests and docs cite: the table tests/data/rules.toml, its page, and the lines that cite a rule.
 
 python -m tests.rules KV-12      what the rule says, the tests of a lesson, and every line that cites it
-python -m tests.rules --write    write docs/rules.md from the table
+python -m tests.rules --write    write docs/rules.md from the table, and its sentences into docs/decode-mode.md
 """
 
 import argparse
@@ -17,6 +17,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests" / "data" / "rules.toml"
 PAGE = ROOT / "docs" / "rules.md"
+DECODE_MODE = ROOT / "docs" / "decode-mode.md"
+LAB = ROOT / "docs" / "lab"
 CODE = ("src/ostinato", "tests", "bench")
 DOCS = ("docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 SUFFIXES = frozenset({".py", ".md", ".json", ".cu", ".cpp", ".h"})
@@ -39,6 +41,7 @@ class Rule:
     reason: str | None = None
     tests: tuple[str, ...] = ()
     gpu: tuple[str, ...] = ()
+    figures: str | None = None
 
     @property
     def state(self) -> str:
@@ -162,16 +165,28 @@ def _filled(text: str, item: str = "") -> str:
     return textwrap.fill(text, WIDTH, initial_indent=item, subsequent_indent=after, break_on_hyphens=False)
 
 
+# The invariants on the page of decode mode
+
+_INVARIANT = re.compile(r"^\| (I-\d+) \| [^|]* \|", re.MULTILINE)
+
+
+def with_invariants(text: str) -> str:
+    """The page with the table's sentence in the row of each invariant."""
+    known = rules()
+    return _INVARIANT.sub(lambda row: f"| {row[1]} | {known[row[1]].holds} |", text)
+
+
 # The command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.rules", description="The rules that the code cites.")
     parser.add_argument("code", nargs="?", choices=rules(), metavar="CODE", help="print a rule and what cites it")
-    parser.add_argument("--write", action="store_true", help="write docs/rules.md from the table")
+    parser.add_argument("--write", action="store_true", help="write the pages from the table")
     asked = parser.parse_args(arguments)
     if asked.write:
         PAGE.write_text(page(read()), encoding="utf-8")
+        DECODE_MODE.write_text(with_invariants(DECODE_MODE.read_text(encoding="utf-8")), encoding="utf-8")
     if asked.code is not None:
         rule = rules()[asked.code]
         places = [str(place) for place in citations(*CODE, *DOCS) if rule.code in place.codes]

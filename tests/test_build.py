@@ -92,6 +92,7 @@ def test_the_boundary_compiles_for_hopper_without_a_gpu(by_nvrtc: list[str]) -> 
 
 
 def test_a_kernel_is_compiled_once_and_a_second_process_compiles_nothing(by_nvrtc: list[str], home: Path) -> None:
+    """E-8."""
     first = add()
     assert add() == first
     forget()
@@ -129,6 +130,7 @@ def test_another_compiler_makes_its_own(by_nvrtc: list[str], monkeypatch: pytest
 
 
 def test_a_broken_kernel_is_tried_once_and_says_the_same_both_times(by_nvrtc: list[str], home: Path) -> None:
+    """E-7."""
     said = []
     for _ in range(2):
         with pytest.raises(InternalError, match=r"add\.cu for sm_90 does not compile") as caught:

@@ -56,6 +56,7 @@ def of_slot(tokens: list[DecodedToken], slot: int) -> list[int | None]:
 
 
 def test_the_tokens_are_those_of_an_llm_and_one_launch_made_them(session: DecodeSession, path: Path) -> None:
+    """E-25."""
     texts = ("the sea", "one two")
     expected = [expected_of(path, text) for text in texts]
     before = session.counts
@@ -202,6 +203,7 @@ def test_what_cannot_be_admitted_is_refused_and_takes_no_slot(
 
 
 def test_a_mode_that_the_host_paces_is_refused_before_weights_are_read(path: Path) -> None:
+    """E-26."""
     read: list[int] = []
     with pytest.raises(HardwareCannot, match="paced by the host"):
         DecodeSession(path, device="cpu", mode="eager", progress=lambda done, _: read.append(done))

@@ -1,5 +1,6 @@
 """Every code that is cited has a rule, every rule is cited, and docs/rules.md is what the table says."""
 
+import ast
 import re
 from collections import Counter
 from pathlib import Path
@@ -7,7 +8,28 @@ from pathlib import Path
 import pytest
 
 from bench.gpu_check import _checks
-from tests.rules import CODE, DOCS, PAGE, ROOT, Group, Rule, citations, main, page, read, rules
+from ostinato.backends.machine import DeviceKind
+from ostinato.decode_session import DEVICE_PACED
+from ostinato.engine.choose import modes_of
+from ostinato.files.quants import BLOCKS
+from ostinato.options import MODES
+from tests.rules import (
+    CODE,
+    DECODE_MODE,
+    DOCS,
+    LAB,
+    PAGE,
+    ROOT,
+    Group,
+    Rule,
+    citations,
+    cited,
+    main,
+    page,
+    read,
+    rules,
+    with_invariants,
+)
 
 RULES = rules()
 LESSONS = {code: rule for code, rule in RULES.items() if rule.status is not None}
@@ -63,6 +85,55 @@ def test_a_lesson_is_met_and_names_what_shows_it_or_says_what_is_missing() -> No
         assert set(rule.gpu) <= checks, code
 
 
+# Sizes and codes are no figures; a figure comes with its unit.
+NO_FIGURE = re.compile(r"`[^`]*`|\b[A-Z]{1,3}-\d+\b|\d+ x \d+|\b[A-Z]+\d\w*|\b\d+B\b|(?<![\d.])\d+ bits?\b")
+NUMBER = re.compile(r"(?<![\w.,])\d+(?:[.,]\d+)*(?!\w)(?: (?:%|[GT]B/s|ms|us|s)(?!\w))?")
+HAS_FIGURE = re.compile(r"\d[.,]\d|\d %")
+
+
+def figures_in(text: str) -> set[str]:
+    return set(NUMBER.findall(NO_FIGURE.sub(" ", text)))
+
+
+def test_a_figure_is_a_number_with_its_unit_and_no_size_or_code() -> None:
+    text = "Q4_K reaches 19 and 25.5 % at 4096 x 4096, of 8 bits (E-8), and 1,024.5 GB/s on an H200"
+    assert figures_in(text) == {"19", "25.5 %", "1,024.5 GB/s"}
+
+
+def test_the_figures_of_a_lesson_are_those_of_its_note() -> None:
+    for code, rule in LESSONS.items():
+        if rule.figures is not None:
+            assert figures_in(rule.note or ""), code
+            known = set(NUMBER.findall((LAB / f"{rule.figures}.md").read_text(encoding="utf-8")))
+            assert figures_in(rule.note or "") <= known, f"{code}: docs/lab/{rule.figures}.md has other figures"
+        elif code != "E-17":
+            assert not HAS_FIGURE.search(rule.note or ""), f"{code}: which note of the lab has these figures?"
+
+
+def test_the_sizes_of_weights_that_become_larger_are_those_of_their_blocks() -> None:
+    """E-17."""
+    bits = {type: 8 * BLOCKS[type].n_bytes / BLOCKS[type].elements for type in ("Q2_K", "Q3_K", "Q8_0")}
+    wider = [f"{wide / bits[type]:.1f}" for wide in (16, bits["Q8_0"]) for type in ("Q2_K", "Q3_K")]
+    note = LESSONS["E-17"].note or ""
+    named = [f"{type} ({bits[type] + 1e-9:.2f}" for type in ("Q2_K", "Q3_K")]
+    assert all(
+        text in note for text in (*named, f"{wider[0]} and {wider[1]} times", f"{wider[2]} and {wider[3]} times")
+    )
+    assert set(NUMBER.findall(NO_FIGURE.sub(" ", note))) == {one.partition("(")[2] for one in named} | set(wider)
+
+
+def test_what_a_lesson_cites_cites_the_lesson() -> None:
+    """A test is in a file that names the code, so that a change of it takes the lesson into account."""
+    tests: dict[str, frozenset[str]] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        source = path.read_text(encoding="utf-8")
+        codes = frozenset[str]().union(*map(cited, source.splitlines()))
+        for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE):
+            tests[name] = tests.get(name, frozenset()) | codes
+    silent = [(code, name) for code, rule in LESSONS.items() for name in rule.tests if code not in tests[name]]
+    assert silent == [], "name the code in the test's docstring, or cite another test"
+
+
 def test_a_code_is_found_in_every_kind_of_source(tmp_path: Path) -> None:
     for place, suffix in enumerate((".py", ".md", ".json", ".cu", ".cpp", ".h"), start=1):
         (tmp_path / f"source{suffix}").write_text(f"one line\nand another, KV-{place}..{place + 1}\n")
@@ -91,24 +162,61 @@ def test_the_command_prints_a_rule_with_its_tests_and_citations(capsys: pytest.C
     assert [line for line in lines[2:] if line.startswith("tests/")]
 
 
-DECODE_MODE = ROOT / "docs" / "decode-mode.md"
+def members() -> dict[str, set[str]]:
+    """The methods and properties of every class of the package, with those of its bases."""
+    own: dict[str, set[str]] = {}
+    bases: dict[str, list[str]] = {}
+    for path in (ROOT / "src" / "ostinato").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                own.setdefault(node.name, set()).update(n.name for n in node.body if isinstance(n, ast.FunctionDef))
+                bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
+
+    def of(name: str) -> set[str]:
+        return own.get(name, set()).union(*map(of, bases.get(name, ())))
+
+    return {name: of(name) for name in own}
 
 
-def test_the_page_of_decode_mode_has_every_invariant_and_names_what_exists() -> None:
-    """What enforces an invariant is named as `file.py` or as `Class.method`: both must be there."""
+def rows_of(first: str) -> list[list[str]]:
+    """The rows of the page of decode mode whose first cell matches."""
+    lines = DECODE_MODE.read_text(encoding="utf-8").splitlines()
+    return [
+        [cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if re.match(rf"\| {first} \|", line)
+    ]
+
+
+def test_the_page_of_decode_mode_has_the_sentences_of_the_table() -> None:
     text = DECODE_MODE.read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (I-\d+) \| (.+?) \| (.+?) \|$", text, re.MULTILINE)
-    assert [code for code, _, _ in rows] == [code for code in RULES if code.startswith("I-")]
-    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "src" / "ostinato").rglob("*.py")}
-    every = "\n".join(sources.values())
-    for code, _, enforced in rows:
-        for name in re.findall(r"`([\w./]+)`", enforced):
+    assert [row[0] for row in rows_of(r"I-\d+")] == [code for code in RULES if code.startswith("I-")]
+    assert text == with_invariants(text), "run: python -m tests.rules --write"
+    assert with_invariants("| I-8 | Some of it. | `x` |\n") == f"| I-8 | {RULES['I-8'].holds} | `x` |\n"
+
+
+def test_what_enforces_an_invariant_is_there() -> None:
+    """It is named as `folder/file.py`, as `Class`, or as `Class.method` of that very class."""
+    known = members()
+    assert "step" in known["Start"]
+    assert "trigger" not in known["Start"]
+    for code, _, enforced in rows_of(r"I-\d+"):
+        names = re.findall(r"`([^`]+)`", enforced)
+        assert names or "As for" in enforced, code
+        for name in names:
+            kind, _, method = name.partition(".")
             if name.endswith(".py"):
                 assert (ROOT / "src" / "ostinato" / name).is_file(), f"{code} names {name}"
             else:
-                kind, _, method = name.rpartition(".")
-                assert not kind or re.search(rf"^class {kind}\b", every, re.MULTILINE), f"{code} names {name}"
-                assert re.search(rf"\b(def|class) {method}\b", every), f"{code} names {name}"
+                assert kind in known, f"{code} names {name}"
+                assert not method or method in known[kind], f"{code} names {name}"
+
+
+def test_the_table_of_modes_has_those_that_each_device_has() -> None:
+    rows = {row[0].strip("`"): row[1:] for row in rows_of(r"`\w+`") if row[0].strip("`") in MODES}
+    assert tuple(rows) == MODES
+    kinds: tuple[DeviceKind, ...] = ("cpu", "cuda")
+    for column, kind in enumerate(kinds, start=1):
+        assert tuple(mode for mode, cells in rows.items() if cells[column] != "-") == modes_of(kind), kind
+    assert tuple(mode for mode, cells in rows.items() if cells[0] == "the device") == DEVICE_PACED
 
 
 def test_every_invariant_is_attacked_by_a_test() -> None:

@@ -91,6 +91,7 @@ def test_a_profile_tells_the_time_of_each_kind_of_node(ostinato: RunCli) -> None
 def test_the_native_loop_is_left_out_of_a_profile_with_the_reason(
     ostinato: RunCli, modes: str, profiled: list[str]
 ) -> None:
+    """E-63."""
     ran = ostinato(*TINY, "--n-prompt", "0", "--mode", modes, "--profile", "--json")
     assert ran.code == 0, ran.err
     assert "no profile of loop: the native loop is one call: its nodes are not timed; eager's are\n" in ran.err

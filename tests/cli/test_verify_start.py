@@ -34,6 +34,7 @@ def path(tiny: Path) -> str:
 
 @pytest.mark.slow
 def test_the_native_loop_is_compared_with_eager_in_a_process_of_its_own(path: str) -> None:
+    """E-28."""
     found = verified_start(ServeOptions(path, load=SMALL), True)
     assert found == Started("loop agrees with eager", 0)
 
@@ -73,7 +74,7 @@ def test_on_a_cpu_nothing_is_compared_unless_asked(path: str) -> None:
 def test_a_card_is_compared_once_for_each_mode_and_the_result_is_kept(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in for the card: what runs is the native loop."""
+    """E-28. A stand-in for the card: what runs is the native loop."""
     monkeypatch.setattr(verify_start, "card_of", lambda settled, kind: CARD)
     assert compare(path, SMALL, always=False).said == "loop agrees with eager"
     assert verified.verified_modes(CARD, lambda _: None) == ("loop",)
@@ -161,6 +162,7 @@ def started(monkeypatch: pytest.MonkeyPatch, found: Started) -> list[tuple[str, 
 def test_the_port_opens_after_the_comparison_and_not_at_all_where_it_fails(
     path: str, ostinato: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """E-28."""
     acts = started(monkeypatch, Started("loop agrees with eager", 0))
     assert ostinato("serve", path, "--port", "0", "--verify").code == 0
     assert acts == [("compared", True), ("port", 0)]

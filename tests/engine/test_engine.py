@@ -108,6 +108,7 @@ def test_logprobs_are_the_models_own_and_their_top_is_in_order(tiny_llm: LLM) ->
 
 
 def test_a_prompt_longer_than_the_context_is_told_how_long_and_what_to_do(tiny_llm: LLM) -> None:
+    """E-41."""
     with pytest.raises(
         PromptTooLong, match=r"128 tokens.*holds 128.*shorten it, or open the model with a larger context="
     ):

@@ -90,6 +90,7 @@ def ask_for_all(engine: Engine, asked: list[tuple[list[int], Sampling]], chance:
 @pytest.mark.soak
 @pytest.mark.slow
 def test_every_answer_is_that_of_the_request_alone() -> None:
+    """E-32, E-71."""
     by_itself = {
         (kind, mode): open_engine(kind, mode=mode, n_slots=1, context=CONTEXT, share_prefixes=False)
         for kind in set(KINDS)

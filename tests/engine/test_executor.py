@@ -1032,7 +1032,7 @@ def test_a_thousand_tokens_say_nothing_and_a_plan_is_the_same_in_another_process
 
 
 def test_one_launch_of_one_executable_makes_512_tokens() -> None:
-    """E-54."""
+    """E-25. E-54."""
     driver = open_loop(context=1024, n_pages=80)
     driver.admit(0, PROMPT, most=512)
     driver.run()

@@ -50,6 +50,8 @@ def n_handles() -> int:
 @pytest.mark.soak
 @pytest.mark.slow
 def test_engines_opened_and_closed_leave_threads_handles_and_memory_where_they_were() -> None:
+    """E-3."""
+
     def cycle(number: int) -> None:
         with open_engine(mode=("loop", "eager")[number % 2]) as engine:
             assert len(ids(engine.submit(prompt(number, 20), SHORT))) == 3
@@ -67,6 +69,7 @@ def test_engines_opened_and_closed_leave_threads_handles_and_memory_where_they_w
 
 
 def test_closing_ends_everybody_once_and_twice_is_no_harm() -> None:
+    """E-14."""
     before = our_threads()
     engine = open_engine(n_slots=2, context=LONG)
     running = [decoding(engine, 1), decoding(engine, 2)]
@@ -189,6 +192,7 @@ def test_a_mode_that_cannot_run_is_refused_with_the_reason() -> None:
 
 
 def test_a_sequence_may_end_with_its_first_token() -> None:
+    """E-85."""
     wanted = sampling(max_tokens=1)
     with open_engine(n_slots=2) as engine:
         requests = [engine.submit(prompt(i, 16), wanted) for i in range(6)]
@@ -198,7 +202,7 @@ def test_a_sequence_may_end_with_its_first_token() -> None:
 
 @pytest.mark.slow
 def test_a_program_that_forgets_to_close_ends_all_the_same(tmp_path: Path) -> None:
-    """With the imports of a user: what is to be done at the end is done in the right order all the same."""
+    """E-14. With the imports of a user: what is to be done at the end is done in the right order all the same."""
     code = """
 import sys
 from ostinato import LLM, Sampling

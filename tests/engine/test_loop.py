@@ -57,6 +57,7 @@ def test_a_prompt_longer_than_a_chunk_decodes_what_full_forwards_give() -> None:
 
 
 def test_eager_and_the_twin_of_the_loop_leave_the_same_bytes_everywhere() -> None:
+    """E-55."""
     drivers = []
     for mode in ("eager", "twin"):
         driver = open_loop(model=random_model("kv"), mode=mode)
@@ -77,6 +78,7 @@ def test_eager_and_the_twin_of_the_loop_leave_the_same_bytes_everywhere() -> Non
 
 
 def test_a_request_decodes_the_same_in_any_slot_and_among_any_neighbours() -> None:
+    """E-45, E-70."""
     model = random_model("kv")
     chance = random.Random(7)
     prompts = {n: [chance.randrange(128) for _ in range(chance.randrange(1, 70))] for n in range(12)}
@@ -201,6 +203,7 @@ def test_a_recycled_slot_shows_nothing_of_who_sat_there_before() -> None:
 
 
 def test_the_cells_of_other_sequences_are_neither_read_nor_written() -> None:
+    """E-44."""
     model = random_model("kv")
     driver = open_loop(model=model)
     generation = driver.admit(0, [1, 2, 3], most=20, pages=[7, 2])
@@ -228,6 +231,7 @@ def test_narrow_keys_and_values_decode_alike_in_both_modes(kv_type: str) -> None
 
 
 def test_64_slots_decode_in_one_executable() -> None:
+    """E-55."""
     model = random_model("kv")
     driver = open_loop(model=model, n_slots=64, n_pages=256)
     generations = [driver.admit(slot, [slot, slot + 1], most=4) for slot in range(64)]

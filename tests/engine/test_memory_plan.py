@@ -52,6 +52,7 @@ def sizes(plan: MemoryPlan) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", ["kv", "swa", "recurrent", "hybrid"])
 def test_what_is_counted_is_what_a_loop_allocates(kind: MemoryKind) -> None:
+    """E-39."""
     model = random_model(kind)
     settled = settle_model(model, "eager", context=100, n_pages=9, n_slots=3)
     runner = open_runner(model, settled)

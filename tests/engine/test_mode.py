@@ -78,6 +78,7 @@ ATTACKS: dict[str, tuple[str, Callable[[Driver], object]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_is_refused_by_name_and_the_running_request_finishes_as_if_alone(driver: Driver, attack: str) -> None:
+    """E-42, E-67."""
     invariant, strike = ATTACKS[attack]
     generation = driver.admit(0, PROMPT, most=24)
     driver.runner.decode_mode.enter()
@@ -260,11 +261,13 @@ def test_the_host_can_give_a_running_slot_no_number_of_its_own(driver: Driver, o
 
 
 def test_a_plan_cannot_be_edited(driver: Driver) -> None:
+    """E-25."""
     with pytest.raises(FrozenInstanceError):
         driver.runner.plan.nodes = ()  # type: ignore[misc]
 
 
 def test_one_build_serves_every_trigger_and_entry(driver: Driver) -> None:
+    """E-65."""
     for round_number in range(3):
         generation = driver.admit(0, PROMPT, most=4)
         driver.run()
@@ -297,6 +300,7 @@ def moved(driver: Driver, name: str = "logits") -> None:
 
 
 def test_a_buffer_that_was_reallocated_is_found_at_the_next_trigger_and_is_fatal(driver: Driver) -> None:
+    """E-31."""
     driver.admit(0, PROMPT)
     driver.runner.decode_mode.enter()
     moved(driver)
@@ -331,6 +335,7 @@ def test_an_executable_that_was_exchanged_is_found_at_exit_and_is_fatal(driver: 
 
 @pytest.mark.parametrize(("word", "fault"), [("plan_hash", Fault.PLAN), ("epoch", Fault.EPOCH)])
 def test_drift_planted_while_the_loop_runs_is_found_at_the_next_step(driver: Driver, word: str, fault: Fault) -> None:
+    """E-67."""
     driver.admit(0, PROMPT, most=100, granted=128)
     driver.runner.decode_mode.enter()
     with held(driver.runner):  # as above

@@ -49,6 +49,7 @@ def tokens(mode: str, model: Model) -> list[int]:
 
 
 def test_auto_falls_back_once_to_the_mode_below_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E-51, E-57."""
     model = random_model("kv")
     expected = tokens("eager", model)
     capture = Capture(monkeypatch, NativeLoop)
@@ -67,6 +68,7 @@ def test_auto_falls_back_once_to_the_mode_below_and_says_why(monkeypatch: pytest
 
 
 def test_a_mode_that_was_asked_for_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E-57."""
     capture = Capture(monkeypatch, NativeLoop)
     before = our_threads()
     with pytest.raises(HardwareCannot, match=REASON):

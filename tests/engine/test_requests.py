@@ -162,6 +162,7 @@ def _tokens(found: list[tuple[int, float, tuple[tuple[int, float], ...], int, No
 
 
 def test_every_token_has_its_position_and_the_devices_time() -> None:
+    """E-63."""
     with open_engine() as engine:
         tokens = list(engine.submit(prompt(1, 20), sampling(max_tokens=6, logprobs=3)))
         assert [token.position for token in tokens] == [20, 21, 22, 23, 24, 25]
@@ -309,6 +310,7 @@ def test_an_inbox_that_is_full_is_filled_later(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 def test_many_threads_ask_and_cancel_and_each_has_one_end() -> None:
+    """E-10."""
     with open_engine(n_slots=4, context=128, n_pages=14) as engine:
         ends: list[tuple[int, str | None, list[int]]] = []
 
@@ -368,6 +370,7 @@ def test_planted_drift_is_fatal_and_everybody_gets_exactly_one_error(mode: str) 
 
 @pytest.mark.parametrize("mode", ["loop", "eager"])
 def test_a_step_that_fails_is_fatal_too(mode: str) -> None:
+    """E-2."""
     with open_engine(mode=mode) as engine:
 
         def fails() -> None:

@@ -148,6 +148,7 @@ def test_the_sequences_are_greedy_and_drawn_cross_a_page_and_leave_a_slot_free()
 
 
 def test_a_flipped_bit_of_a_weight_is_found_and_named() -> None:
+    """E-28."""
     model = random_model("kv")
     flip(dict(tensors_of(model, "model"))["model.layers.1.mlp.down.weight"], 77, 3)
     report = verifier(model).verify(lambda: random_model("kv"))
@@ -167,6 +168,7 @@ def test_a_large_flip_is_seen_by_the_twins_too() -> None:
 
 
 def test_a_step_that_writes_into_the_weights_is_found_and_the_weight_named() -> None:
+    """E-15."""
     model = random_model("kv")
     before = checksums(model)
     assert same_checksums(model, before).difference is None
@@ -186,6 +188,7 @@ def test_a_step_that_writes_into_the_weights_is_found_and_the_weight_named() -> 
     ],
 )
 def test_a_node_that_is_missing_from_what_a_mode_runs_is_named(removed: str, node: str, buffer: str) -> None:
+    """E-62."""
     check = verifier(random_model("kv"), open=second_is(without(removed))).compare("twin")
     assert check.difference is not None
     assert (check.difference.node, check.difference.buffer, check.difference.step) == (node, buffer, 1)

@@ -202,6 +202,7 @@ def test_many_threads_read_the_same_file_at_once(everything: Path) -> None:
 
 
 def test_a_type_that_is_not_read_is_listed_and_refused_when_read(tmp_path: Path) -> None:
+    """E-18."""
     path = tmp_path / "q8_k.gguf"
     path.write_bytes(File(tensors=[tensor("odd", [256], 15, 0)], data=bytes(292)).bytes)
     file = open_checkpoint(path)

@@ -42,6 +42,7 @@ def test_every_type_the_other_implementation_dequantises_is_compared() -> None:
 
 @pytest.mark.parametrize("type", SHARED)
 def test_random_bytes_of_every_type_give_the_same_bits(type: str) -> None:
+    """E-21."""
     assert_same_bits(type, random_rows(type, n_rows=37, n_blocks=6, seed=1))
 
 

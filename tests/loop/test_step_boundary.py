@@ -682,6 +682,7 @@ class Script:
 @settings(max_examples=150, deadline=None)
 @given(layout=st.sampled_from(LAYOUTS), script=acts(wild=False))
 def test_whatever_the_host_does_every_admission_is_told_whole_and_ends_once(layout: Layout, script: list[Act]) -> None:
+    """E-71."""
     table = Table(layout)
     host = Script(table)
     for act in script:

@@ -48,6 +48,7 @@ def case(request: pytest.FixtureRequest, tiny_files: Path) -> Iterator[tuple[str
 
 
 def test_logits_equal_those_of_transformers(case: tuple[str, LLM]) -> None:
+    """E-23."""
     assert_logits(*case)
 
 

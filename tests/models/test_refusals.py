@@ -85,12 +85,14 @@ def refusal(path: Path, kind: type[BadInput] = BadInput, **options: Any) -> str:
 
 
 def test_a_tensor_nobody_uses_is_named(tmp_path: Path, tiny_files: Path) -> None:
+    """E-27."""
     path = spoiled_gguf(tmp_path, tiny_files, tensors=lambda t: t.update({"blk.0.surprise.weight": torch.ones(4, 32)}))
     assert "blk.0.surprise.weight" in refusal(path, BadFile)
 
 
 @pytest.mark.parametrize("name", [FIRST_Q, "model.norm.weight", "model.embed_tokens.weight"])
 def test_a_missing_tensor_is_named(name: str, tmp_path: Path, tiny_files: Path) -> None:
+    """E-23."""
     path = spoiled_gguf(tmp_path, tiny_files, tensors=lambda t: t.pop(name))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 3)
     assert names.get_name(name, (".weight",)) in refusal(path, BadFile)
@@ -121,6 +123,7 @@ def test_a_laguna_file_without_its_gates_or_with_a_short_list_of_windows_is_refu
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(
     shape: tuple[int, ...], tmp_path: Path, tiny_files: Path
 ) -> None:
+    """E-21."""
     name = "model.layers.1.self_attn.o_proj.weight"
     path = spoiled_gguf(tmp_path, tiny_files, tensors=lambda t: t.update({name: torch.ones(shape)}))
     message = refusal(path, BadFile)
@@ -130,6 +133,7 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path, tiny_files: Path) -> None:
+    """E-43."""
     path = spoiled_gguf(tmp_path, tiny_files, metadata=setting("general.architecture", "llamma"))
     message = refusal(path, UnknownName)
     assert "'llamma'" in message
@@ -177,6 +181,7 @@ WRONG_SETTINGS: Final[Mapping[str, list[Any]]] = {
     ("key", "value"), [(key, value) for key, values in WRONG_SETTINGS.items() for value in values], ids=str
 )
 def test_a_size_that_cannot_be_is_refused(key: str, value: Any, tmp_path: Path, tiny_files: Path) -> None:
+    """E-40."""
     refusal(spoiled_gguf(tmp_path, tiny_files, metadata=setting(key, value)))
 
 
@@ -368,6 +373,7 @@ WRONG_CONFIGS: Final[Mapping[str, list[Any]]] = {
     ("key", "value"), [(key, value) for key, values in WRONG_CONFIGS.items() for value in values], ids=str
 )
 def test_a_config_that_cannot_be_is_refused(key: str, value: Any, tmp_path: Path, tiny_files: Path) -> None:
+    """E-26."""
     stated = {key: value, "sliding_window": 16} if key == "layer_types" else {key: value}
     refusal(spoiled_folder(tmp_path, tiny_files, config=lambda c: c.update(stated)))
 

@@ -93,6 +93,7 @@ def test_a_setting_that_cannot_be_is_refused(name: str, key: str, value: Any, tm
 
 @pytest.mark.parametrize(("name", "key", "value"), WRONG_CONFIGS, ids=str)
 def test_a_config_that_cannot_be_is_refused(name: str, key: str, value: Any, tmp_path: Path, tiny_files: Path) -> None:
+    """E-26."""
     refusal(spoiled_folder(tmp_path, tiny_files, name=name, config=lambda c: c.update({key: value})))
 
 

@@ -84,6 +84,7 @@ FAULTY = (
 
 
 def test_after_an_engines_death_the_next_request_is_answered_by_the_next_worker(tiny: Path, tmp_path: Path) -> None:
+    """E-2."""
     with program(str(tiny), str(tmp_path / "died"), "dies", "60", program=("-c", FAULTY)) as running:
         running.until("ready: ")
         with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0) as client:

@@ -25,6 +25,7 @@ def test_it_runs_every_family_in_every_mode(family: str) -> None:
 
 
 def test_what_has_no_kernels_is_told_by_name() -> None:
+    """E-26."""
     assert why_not_blocks(random_model("encoder").shape) == "bert is an encoder"
     assert "heads of width 8" in (why_not_blocks(random_model("hybrid", hidden=32).shape) or "")
     # Without attention there are no heads.

@@ -136,6 +136,7 @@ def test_a_layer_has_few_nodes(family: str, most: int) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "deepseek2"])
 def test_rows_beyond_the_living_are_not_touched(family: str) -> None:
+    """E-70."""
     driver = fused_driver(family_model(family), twin_kernels())
     latent = ("latent.heads", "latent.row", "latent.expanded", "latent.low") if family in LATENT else ()
     names = ("x", "qkv", "attended", "act", "logits", *latent)

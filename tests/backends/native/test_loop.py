@@ -127,6 +127,7 @@ def test_every_type_of_keys_and_values_decodes_as_the_twin_does(family: str, kv_
 @pytest.mark.parametrize("type", TILE_TYPES)
 @pytest.mark.parametrize("wide", [True, False])
 def test_every_type_of_tiles_has_the_logits_of_the_same_numbers_dense(type: str, wide: bool) -> None:
+    """E-17, E-75."""
     model = tiled(random_model("kv", hidden=256), packed_blocks(type, wide=wide))
     with closing(opened(model)) as driver:
         tokens, found = steps_of(driver, PROMPT, most=65)

@@ -112,6 +112,7 @@ def test_a_row_comes_back_to_the_bit(type: str, rows: int) -> None:
 def test_a_product_is_that_of_the_rounded_activations(
     type: str, wide: bool, n_rows: int, n_blocks: int, n: int, seed: int
 ) -> None:
+    """E-75."""
     cols = columns(type, n_blocks)
     raw = blocks(type, n_rows, cols, seed)
     x = noise(n, cols, seed=seed) * noise(n, 1, seed=seed + 1).exp()

@@ -348,6 +348,7 @@ def test_a_rows_bits_do_not_depend_on_who_is_beside_it(positions: list[int], see
 
 @pytest.mark.slow
 def test_a_rows_bits_do_not_depend_on_how_many_blocks_there_are() -> None:
+    """E-83."""
     case = Case((300, 31, 64), group=8, n_kv_heads=2)
     assert torch.equal(check(replace(case, n_blocks=1)), check(replace(case, n_blocks=11), seed=3))
 

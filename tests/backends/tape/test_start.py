@@ -192,6 +192,7 @@ def test_the_tables_and_the_clock_pass_the_same_gate(card: Card) -> None:
 
 
 def test_engines_of_one_model_load_its_kernel_once_and_keep_it(card: Card) -> None:
+    """E-8."""
     for _ in range(3):
         start = start_on(card)
         start.build()

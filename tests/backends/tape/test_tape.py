@@ -128,6 +128,7 @@ def test_packed_weights_have_the_logits_of_the_same_numbers(mix: str) -> None:
 
 @pytest.mark.parametrize("mix", [None, "q4_k_m"])
 def test_int8_activations_are_near_too_and_other_bits(mix: str | None) -> None:
+    """E-75."""
     model = small(shape_of(hidden=256, ff_width=256), mix=mix)
     check_near_torch(model, most=6, tolerance=0.06, activations="int8")
 

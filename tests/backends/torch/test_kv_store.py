@@ -49,12 +49,14 @@ def test_rows_come_back_as_they_went_in_to_the_precision_of_their_type(
 
 @pytest.mark.parametrize("kv_type", TYPES)
 def test_bytes_are_counted_as_the_tensors_take_them(shape: Shape, kv_type: KVType) -> None:
+    """E-39."""
     store = store_of(shape, kv_type, streams=2, cells=8)
     taken = sum(part.nbytes for half in store.halves for part in half.parts)
     assert taken == 2 * 2 * 8 * cell_bytes(shape.attention[0], kv_type)
 
 
 def test_q8_0_refuses_heads_that_do_not_fill_its_blocks() -> None:
+    """E-47."""
     with pytest.raises(BadOption, match="multiple of 32"):
         store_of(attention_shape("llama", 128, 64, 64), "q8_0")
 

@@ -20,6 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 128, 129, 1000])
 def test_bytes_arrive_whatever_their_number(n: int) -> None:
+    """E-33."""
     source = np.random.default_rng(n).integers(0, 256, n, dtype=np.uint8)
     source.setflags(write=False)  # as a memory map is
     room = torch.full((n + 8,), 7, dtype=torch.uint8)
@@ -29,6 +30,7 @@ def test_bytes_arrive_whatever_their_number(n: int) -> None:
 
 
 def test_values_of_any_shape_and_order_arrive_from_many_threads() -> None:
+    """E-33."""
     uploads = Uploads(CPU, window_bytes=256)
     sources = [torch.randn(7, 33).bfloat16().t() for _ in range(20)]
     outs = [torch.zeros(33, 7, dtype=torch.bfloat16) for _ in sources]

@@ -223,6 +223,7 @@ LENGTHS = (0, 1, 2, 15, 16, 17, 62, 63, 64, 65, 127, 128, 129, 191, 192, 255)
 
 @pytest.mark.slow
 def test_every_length_near_a_page_or_split_boundary_equals_the_float64_reference() -> None:
+    """E-48, E-50."""
     step = made(Case(LENGTHS, n_heads=2, n_kv_heads=1, width=16, max_pages=4))
     seen, _ = run(step)
     for row in range(len(LENGTHS)):
@@ -258,6 +259,7 @@ def test_sinks_take_their_share_of_a_window_and_of_many_splits(sink: float | Non
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize(("group", "width"), [(1, 64), (4, 128), (7, 96), (8, 64)])
 def test_every_store_grouping_and_width_equals_the_twin(store: str, group: int, width: int) -> None:
+    """E-40, E-44, E-47."""
     assert_like_the_twin(Case((0, 70, 129), n_heads=group, width=width, store=store, normed=group == 4))
 
 
@@ -331,7 +333,7 @@ def test_the_largest_score_last_is_not_lost() -> None:
     "store", [pytest.param("f32", marks=pytest.mark.slow), "bf16", pytest.param("q8_0", marks=pytest.mark.slow)]
 )
 def test_a_rows_bits_do_not_depend_on_anybody_else(store: str) -> None:
-    """The same sequence alone and in company, in other slots, pages, row numbers, page tables and program counts."""
+    """E-49. The same sequence alone and in company, in other slots, pages, rows, page tables and program counts."""
     case = Case((130,), n_heads=4, n_kv_heads=2, width=32, store=store)
     alone = made(replace(case, n_slots=1))
     expected, expected_kv = run(alone, programs=1)
@@ -366,7 +368,7 @@ def test_no_live_row_means_no_work() -> None:
 @pytest.mark.parametrize("pairing", ["halves", "neighbours"])
 @pytest.mark.parametrize("position", [0, 1, 7, 4095, 100_000, 1_048_575])
 def test_keys_turn_right_to_six_digits_at_every_position(position: int, pairing: Pairing) -> None:
-    """Seen in what is appended; with a window of one the row reads nobody, and all its pages can be the same."""
+    """E-43. Seen in what is appended; with a window of one the row reads nobody, and all its pages can be the same."""
     step = made(Case((0,), n_heads=1, width=128, window=1, n_slots=1, pairing=pairing))
     rows = replace(step.rows, pages=torch.zeros(1, position // 64 + 1, dtype=torch.int32))
     rows.position.fill_(position)

@@ -110,6 +110,7 @@ def gated(
 @pytest.mark.parametrize("type", TYPES)
 @SPREAD
 def test_gate_and_up_of_each_rows_own_experts(type: str, n_parts: int | None) -> None:
+    """E-17."""
     n, k = 20, columns_of(type)  # no whole tile of outputs, and experts that are no whole runs of rows
     ours, theirs = gated(weight_of(type, N_EXPERTS * 2 * n, k, seed=1), n, k, n_parts=n_parts)
     torch.testing.assert_close(ours, theirs, equal_nan=True, **CLOSE)

@@ -60,6 +60,7 @@ def test_a_stack_of_types_writes_one_output() -> None:
 
 @pytest.mark.parametrize("type", ["F32", "BF16", "Q4_K"])
 def test_the_bits_of_a_row_depend_on_the_row_alone(type: str) -> None:
+    """E-80."""
     k = 256
     weight = weight_of(type, 16, k)
     row = noise(k, seed=7)
@@ -73,6 +74,7 @@ def test_the_bits_of_a_row_depend_on_the_row_alone(type: str) -> None:
 
 
 def test_rows_past_the_end_are_neither_read_nor_written() -> None:
+    """E-35."""
     x, out = torch.full((8, 64), float("nan")), torch.full((8, 24), 7.0)
     x[:5] = noise(5, 64)
     bind_gemm(x[:5], weight_of("BF16", 20, 64), out[:5, :20], tile=SMALL)()
@@ -93,5 +95,6 @@ def test_the_tile_is_chosen_by_the_weight_and_not_by_the_rows() -> None:
 
 
 def test_memory_that_a_kernel_must_not_touch_is_refused_by_name() -> None:
+    """E-1."""
     with pytest.raises(BadPointer, match=r"^out "):
         bind_gemm(torch.zeros(4, 64), torch.zeros(32, 64), torch.zeros(3, 32))

@@ -104,6 +104,7 @@ def check(given: Rows, weight: Any, epilogue: Epilogue, width: int, tile: Tile |
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("type", TYPES)
 def test_every_weight_type_with_every_epilogue(type: str, epilogue: Epilogue) -> None:
+    """E-17, E-74."""
     n, k = 40, columns_of(type)  # 40 outputs, or 20: no whole tiles of 16
     weight = weight_of(type, n, k)
     activation = "silu" if epilogue in ("gated", "act") else None
@@ -227,7 +228,7 @@ def test_a_writer_prepares_the_next_input_and_may_write_bfloat16() -> None:
 
 @pytest.mark.parametrize("type", ["F32", "BF16", "Q4_0", "Q4_K", "Q6_K"])
 def test_the_bits_of_a_row_depend_on_the_row_alone(type: str) -> None:
-    """Its place, the rows beside it, how many they are and how many could be: none of them moves a bit."""
+    """E-80. Its place, the rows beside it, how many they are and how many could be: none of them moves a bit."""
     k = 256
     weight = weight_of(type, 32, k)
     row, gain = noise(k, seed=7), noise(k, seed=8)
@@ -293,6 +294,7 @@ def test_outputs_past_the_end_are_not_written() -> None:
     ],
 )
 def test_memory_that_a_kernel_must_not_touch_is_refused_by_name(name: str, change: Any) -> None:
+    """E-1."""
     good: dict[str, Any] = {
         "x": torch.zeros(4, 64),
         "weight": torch.zeros(32, 64),

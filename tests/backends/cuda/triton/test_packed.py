@@ -39,6 +39,7 @@ def shapes_of(type: str) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("type", PACKED_TYPES)
 def test_unpack_gives_back_the_bytes_of_the_file(type: str) -> None:
+    """E-79."""
     for n_rows, cols in shapes_of(type):
         raw = torch.randint(0, 256, (n_rows, cols // BLOCKS[type].elements * BLOCKS[type].n_bytes), dtype=torch.uint8)
         packed = pack(type, raw, n_rows, cols)
@@ -59,6 +60,7 @@ def test_a_packed_matrix_means_what_the_file_means(type: str) -> None:
 
 
 def test_the_values_of_a_block_come_in_the_documented_order() -> None:
+    """E-21."""
     low, high = np.arange(16, dtype=np.uint8), np.arange(15, -1, -1, dtype=np.uint8)
     block = np.concatenate([np.array([1.0], np.float16).view(np.uint8), low | high << 4])
     packed = pack("Q4_0", torch.from_numpy(block[None]), 1, 32)

@@ -103,6 +103,7 @@ def test_uniform_numbers_have_the_bits_of_the_twins() -> None:
 
 @pytest.mark.slow
 def test_greedy_rows_take_what_the_twin_takes() -> None:
+    """E-68."""
     ties = torch.zeros(1003)
     ties[[77, 400, 999]] = 2.0
     zeros = torch.full((1003,), -0.0)
@@ -314,6 +315,7 @@ def test_tiles_cut_any_vocabulary_into_about_a_thousand_subs(vocab: int) -> None
 
 
 def test_binding_names_the_argument_that_does_not_fit() -> None:
+    """E-1."""
     table = table_of(2, VOCAB)
     with pytest.raises(BadPointer, match="logits"):
         launches(torch.zeros((2, VOCAB), dtype=torch.float64), table, VOCAB, ROOMY)
