@@ -14,11 +14,14 @@ from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ostinato.errors import BadInput
 from ostinato.options import Rule, Sampling
 from ostinato.text.answer import AnswerReader
 from ostinato.text.automaton import GrammarMasks, Trie, of_rule
+from ostinato.text.bare_calls import ANY_FORM, SPELLED, BareForm
 from ostinato.text.channels import ChannelParser
 from ostinato.text.folder import tokenizer_from_folder
 from ostinato.text.grammar import Grammars
@@ -26,6 +29,7 @@ from ostinato.text.stream import TextStream
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tokenizer import Tokenizer
 from ostinato.text.tools import _SHAPES, FormatName, Tool, ToolFormat, read_allowed, read_choice, read_tools
+from tests.counts import soak
 from tests.models import tiny_text
 from tests.text.templates import CHATML, TURNS
 from tests.text.test_grammar import allowed
@@ -252,12 +256,17 @@ def test_a_choice_may_allow_some_of_the_tools() -> None:
 # Optional calls
 
 
+@cache
+def masks_of(grammar: str) -> GrammarMasks:
+    return GrammarMasks(of_rule(Rule("grammar", grammar)), Trie([b"x"] * 200, list(range(200))), 200)
+
+
 def follows(how: ToolFormat, text: str, *, tools: Sequence[Tool] = TOOLS, parallel: bool = True) -> str:
     """What a triggered grammar says of a text: `ends`, `goes on`, or what is left where it refuses. A control token is
     written by its marker."""
     grammar = how.triggered_grammar(tools, parallel=parallel)
     assert grammar is not None
-    masks = GrammarMasks(of_rule(Rule("grammar", grammar)), Trie([b"x"] * 200, list(range(200))), 200)
+    masks = masks_of(grammar)
     position = masks.begin()
     while text:
         marker = next((marker for marker in how.special if text.startswith(marker)), None)
@@ -300,6 +309,87 @@ def test_text_is_free_until_a_call_begins_and_then_its_schema_holds(name: Format
     if not bare:
         assert follows(how, f"I look. {begin}{rest} Done.") == "ends"
         assert follows(how, begin + rest.replace("weather", "whether")).startswith("hether")
+
+
+BARE = [
+    ToolFormat("plain", (), {}),
+    ToolFormat("plain", (), {"<hidden>": 10}, other_control=(10,)),
+    ToolFormat("llama", ("<|python_tag|>",), {}),
+    ToolFormat("llama", ("<|python_tag|>",), {"<|python_tag|>": 10}),
+]
+FITTING = [
+    '{"name": "weather", "parameters": {"city":"Rome"}}',
+    '{"name":"weather","arguments":{"city":"Rome","days":2}}',
+    '\n {\n  "name": "now",\n  "parameters": {}\n}',
+    '{"type": "function", "name": "weather", "parameters": {"city":"Rome"}};{"function": "now", "arguments": {}}',
+    '\u3000{"name" : "now" , "parameters" : {}}; {"name": "weather", "parameters": {"city":""} }',
+]
+
+
+@pytest.mark.parametrize("how", BARE, ids=str)
+@pytest.mark.parametrize("text", FITTING)
+def test_an_optional_call_without_a_marker_may_have_any_form_that_models_write(how: ToolFormat, text: str) -> None:
+    assert follows(how, text) == "ends"
+    content, calls = calls_in(how, text, ANY_FORM)
+    assert (content, len(calls)) == ("", text.count('"now"') + text.count('"weather"'))
+    assert follows(how, text.replace('"city"', '"town"')).startswith("town") == ("city" in text)
+
+
+@st.composite
+def bare_texts(draw: st.DrawFn) -> str:
+    """Texts that are calls in one form or another, or nearly, with arguments that fit and that do not."""
+    blank = st.sampled_from(["", " ", "\n  "])
+    called = st.sampled_from(['"weather"', '"weather"', '"now"', '"other"'])
+    arguments = st.sampled_from(['{"city":"Rome"}'] * 3 + ["{}", '{"town":"Rome"}', '"{}"', '{"city": "Rome"}', "[1]"])
+
+    def member(*names: str, value: str) -> str:
+        name = draw(st.sampled_from(names))
+        return f'{draw(blank)}"{name}"{draw(blank)}:{draw(blank)}{value}{draw(blank)}'
+
+    def one() -> str:
+        members = [
+            member("name", "name", "function", "tool_name", "n\\u0061me", value=draw(called)),
+            member("parameters", "arguments", value=draw(arguments)),
+        ]
+        if draw(st.booleans()):
+            members.insert(0, member("type", "type", "id", value='"function"'))
+        if draw(st.integers(0, 3)) == 0:
+            members = draw(st.permutations(members))
+        return f"{{{','.join(members[: draw(st.integers(1, 9))])}}}"
+
+    before = ["", "", "", " ", "\u3000", "\n" * 12, "<hidden>", " <hidden>", "<|python_tag|>", "So: ", '{"a": 1}']
+    between = draw(st.sampled_from(["; ", ";", "\n", "<hidden>"]))
+    return draw(st.sampled_from(before)) + between.join(one() for _ in range(draw(st.integers(1, 2))))
+
+
+@settings(max_examples=soak(10_000, part=20), deadline=None)
+@given(how=st.sampled_from(BARE), text=bare_texts())
+def test_what_is_read_as_an_optional_call_without_a_marker_follows_its_schema(how: ToolFormat, text: str) -> None:
+    """Every other text is content, or refused by the grammar before its arguments are over."""
+    if follows(how, text) != "ends":
+        return
+    shown = text if "<hidden>" not in how.special else text.replace("<hidden>", "")
+    _, calls = calls_in(how, shown, ANY_FORM)
+    for called, arguments in calls:
+        tool = next(tool for tool in TOOLS if tool.name == called)
+        jsonschema.validate(arguments, {**tool.parameters, "additionalProperties": False})
+
+
+def test_an_answer_in_json_is_no_call_beside_forced_ones() -> None:
+    """Where calls and an answer of a schema are both allowed, compact JSON is the answer, whatever its members."""
+    how = ToolFormat("plain", (), {})
+    text = '{"name":"weather","parameters":{"city":1}}'
+    grammar = how.grammar(TOOLS, "auto", schema='{"type": "object"}')
+    assert grammar is not None
+    assert calls_in(how, text, SPELLED) == (text, [])
+    called = calls_in(how, '{"name": "weather", "parameters": {"city":"Rome"}}', SPELLED)
+    assert called == ("", [("weather", {"city": "Rome"})])
+
+
+def test_an_answer_in_json_is_passed_on_as_soon_as_it_can_be_no_call() -> None:
+    parser = ToolFormat("plain", (), {}).parser(TOOLS, ANY_FORM)
+    assert [delta.content for delta in parser.feed('{"na')] == []
+    assert [delta.content for delta in parser.feed("me of")] == ['{"name of']
 
 
 def test_an_optional_call_comes_once_where_calls_are_not_parallel() -> None:
@@ -395,8 +485,8 @@ def random_answer(how: ToolFormat, grammar: str, seed: int) -> str:
     pytest.fail(f"no end: {text}")
 
 
-def calls_in(how: ToolFormat, text: str) -> tuple[str, list[tuple[str, Any]]]:
-    reader = AnswerReader(ChannelParser() if how.name in ("harmony", "atem") else None, how.parser(TOOLS))
+def calls_in(how: ToolFormat, text: str, form: BareForm | None = None) -> tuple[str, list[tuple[str, Any]]]:
+    reader = AnswerReader(ChannelParser() if how.name in ("harmony", "atem") else None, how.parser(TOOLS, form))
     found: dict[int, list[str]] = {}
     content = ""
     for piece in [*text, None]:

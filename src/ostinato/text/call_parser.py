@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, Literal
 
 from ostinato.text.answer import CallDelta, Delta
+from ostinato.text.bare_calls import BareForm
 from ostinato.text.stream import open_end
 
 NewId = Callable[[], str]
@@ -128,6 +129,7 @@ class JsonCalls:
 
     `named`: what a call's name looks like where it stands before the arguments, with one group around the name; an
     object of them follows. `known`: a bare object is a call if its name is one of these, and else it is content.
+    `form`: how a bare call must begin; without one, it may have its members in any order.
     """
 
     def __init__(
@@ -139,9 +141,10 @@ class JsonCalls:
         bare: bool = False,
         named: str | None = None,
         known: Collection[str] = (),
+        form: BareForm | None = None,
     ) -> None:
         self._openers, self._closers = tuple(openers), tuple(closers)
-        self._new_id, self._known = new_id, known
+        self._new_id, self._known, self._form = new_id, known, form
         self._named = None if named is None else re.compile(rf"{named}\s*(?=\{{)")
         self._state: Literal["start", "text", "calls", "name", "object"] = "start" if bare else "text"
         self._marked = False  # whether the current call began with a marker
@@ -180,11 +183,23 @@ class JsonCalls:
 
     def _start(self, last: bool) -> list[Delta]:
         """At the start of the text: an object may be a call without a marker."""
+        if self._form is not None:
+            return self._start_in(self._form, last)
         shown = self._buffer.lstrip()
         if shown.startswith("{"):
             self._buffer = shown
             self._begin(marked=False)
         elif shown:
+            self._state = "text"
+        return []
+
+    def _start_in(self, form: BareForm, last: bool) -> list[Delta]:
+        found = form.read(self._buffer)
+        if found is not None and found[0] in self._known:
+            name, end = found
+            self._buffer = self._buffer[end:]
+            self._begin(marked=True, name=name)
+        elif found is not None or last or not form.may_become(self._buffer):
             self._state = "text"
         return []
 

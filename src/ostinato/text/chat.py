@@ -13,6 +13,7 @@ from typing import Any
 from ostinato.errors import BadOption
 from ostinato.options import Sampling
 from ostinato.text.answer import AnswerReader, GenerationInput
+from ostinato.text.bare_calls import ANY_FORM, SPELLED
 from ostinato.text.reasoning import Reasoning
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tokenizer import Tokenizer
@@ -90,16 +91,20 @@ class ChatFormat:
         speaks, thinking, tools = self.tools, self.reasoning, asked.tools
         show = (*(speaks.markers if tools else ()), *(thinking.markers if thinking is not None else ()))
         said = _text_of(asked.messages[-1]) if asked.continues else ""
+        sampling = self._sampling(asked, prompt)
+        # Only what the grammar tells from text is a call: another form's arguments would not be held to a schema.
+        is_optional = asked.choice == "auto" and asked.sampling.rule is None
+        form = None if sampling.rule == asked.sampling.rule else ANY_FORM if is_optional else SPELLED
 
         def reader() -> AnswerReader:
             return AnswerReader(
                 None if thinking is None else thinking.continued(said) if said else thinking.parser(prompt),
-                speaks.parser(tools) if tools else None,
+                speaks.parser(tools, form) if tools else None,
                 most_calls=None if asked.parallel else 1,  # an optional call may have no grammar that limits it to one
             )
 
         ids = self._tokenizer.encode_rendered(prompt)
-        return GenerationInput(ids, self._sampling(asked, prompt), not said, show, reader)
+        return GenerationInput(ids, sampling, not said, show, reader)
 
     def _sampling(self, asked: ChatRequest, prompt: str) -> Sampling:
         """The sampling with the constraint on calls and answer; reasoning before them is free."""

@@ -21,6 +21,7 @@ from ostinato.errors import BadInput, BadOption, HardwareCannot, quoted
 from ostinato.options import Rule
 from ostinato.text import block_calls, call_grammar, channels
 from ostinato.text.answer import Parser
+from ostinato.text.bare_calls import END, SPACE, BareForm, begin_rules
 from ostinato.text.block_calls import GEMMA_MARKERS, PYTHON_MARKERS, BlockCalls, BlockForm
 from ostinato.text.call_parser import JsonCalls
 from ostinato.text.grammar import compact, literal, with_control_tokens
@@ -215,8 +216,9 @@ class ToolFormat:
 
     # Out of the answer
 
-    def parser(self, tools: Sequence[Tool]) -> Parser:
-        """The parser of calls in an answer's text; `AnswerReader` combines it with the parser of reasoning."""
+    def parser(self, tools: Sequence[Tool], form: BareForm | None = None) -> Parser:
+        """The parser of calls in an answer's text; `AnswerReader` combines it with the parser of reasoning. `form`: how
+        a call without a marker begins under the answer's grammar; None if it has none."""
         if self.name in _BLOCKS:
             return BlockCalls(_BLOCKS[self.name], _call_id, {tool.name: tool.parameters for tool in tools})
         match self.name:
@@ -234,7 +236,8 @@ class ToolFormat:
                 return JsonCalls(_DEEPSEEK[:2], (*_DEEPSEEK[3:], "```"), _call_id, named=_DEEPSEEK_NAME)
             case "harmony":
                 return JsonCalls([channels.CALL_BEGIN], ["<|call|>"], _call_id, named=_CHANNEL_NAME)
-        return JsonCalls(self.markers, [], _call_id, bare=True, known={tool.name for tool in tools})
+        ends = [] if form is None else ["}"]  # of the object around the arguments, where those alone are read
+        return JsonCalls(self.markers, ends, _call_id, bare=True, known={tool.name for tool in tools}, form=form)
 
     def grammar(
         self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool = True, schema: str | None = None
@@ -276,40 +279,71 @@ class ToolFormat:
             return call_grammar.triggered(self.name, functions, tokens, parallel=parallel, loose=loose)
         opening = shape.first or shape.begin
         marker = next((marker for marker in shape.markers if opening.startswith(marker)), None)
+        if marker is None:
+            return self._bare_grammar(shape, tools, parallel=parallel, loose=loose)
         again = "*" if parallel else "?"
         # Control tokens that are no markers stay allowed in text, as without a grammar.
         control = f"<[{','.join(map(str, self.other_control))}]>" if self.other_control else None
         more = f"({control} ANY)*" if control else ""
         lines = [r"ANY: /(.|\n)*/"]
-        if marker is None:  # calls are told from text by their whole beginning
-            tags = "".join(f"{self._text(tag)}? " for tag in shape.markers if tag in self.special)
-            begins = " | ".join(literal(shape.begin.replace("NAME", tool.name)) for tool in tools)
-            lines += [f"start: {tags}calls | OTHER {more}", f"OTHER: ANY & ~(({begins}) ANY)"]
-        elif marker in self.special:
+        if marker in self.special:
             lines += [f"start: text (calls text){again}", f"text: ANY {more}"]
         else:
             shape, before = shape.after(marker), f"(OTHER {control})*" if control else ""
             lines += [f"start: ({before} begin calls){again} {before} OTHER", f"begin[suffix={literal(marker)}]: ANY"]
             lines.append(f"OTHER: ANY & ~(ANY {literal(marker)} ANY)")
-        several = parallel and (marker is None or bool(shape.first))
+        several = parallel and bool(shape.first)
         return "\n".join([*lines, *self._call_rules(shape, tools, several=several, any_object=True, loose=loose)])
 
+    def _bare_grammar(self, shape: _Shape, tools: Sequence[Tool], *, parallel: bool, loose: bool) -> str:
+        """Calls without a marker are told from text by their whole beginning, in any form that the parser reads."""
+        tags = "".join(f"{self._text(tag)}? " for tag in shape.markers)
+        held = " | ".join(map(literal, shape.markers))
+        names = " | ".join(literal(tool.name) for tool in tools)
+        lines = [
+            r"ANY: /(.|\n)*/",
+            f"TEXT: ANY & ~(ANY ({held}) ANY)" if held else "TEXT: ANY",
+            *begin_rules(),
+            f"OTHER: TEXT & ~(BEFORE_NAME ({names}) BEHIND_NAME ANY)",
+            *(f"BEGIN_{number}: BEFORE_NAME {literal(tool.name)} BEHIND_NAME" for number, tool in enumerate(tools)),
+        ]
+        if self.other_control:
+            # The text of these is hidden from the parser: behind blanks and one of them a call may still begin, and
+            # text that may be the first part of a call has none.
+            control = f"<[{','.join(map(str, self.other_control))}]>"
+            lines += [f"SPACES: /{SPACE}*/", rf"PLAIN: TEXT & /{SPACE}*[^{{{SPACE[1:]}(.|\n)*/"]
+            lines.append(f"start: (SPACES {control})* ({tags}calls | OTHER | PLAIN ({control} TEXT)+)")
+        else:
+            lines.append(f"start: {tags}calls | OTHER")
+        calls = self._call_rules(shape, tools, several=parallel, any_object=True, loose=loose, any_form=True)
+        return "\n".join([*lines, *calls])
+
     def _call_rules(
-        self, shape: _Shape, tools: Sequence[Tool], *, several: bool, any_object: bool = False, loose: bool = False
+        self,
+        shape: _Shape,
+        tools: Sequence[Tool],
+        *,
+        several: bool,
+        any_object: bool = False,
+        loose: bool = False,
+        any_form: bool = False,
     ) -> list[str]:
         """Rules named `calls` and `call`, in Lark as llguidance reads it. A schema that cannot be followed is refused,
-        or with `any_object` replaced by any object, as with `loose` every schema is."""
+        or with `any_object` replaced by any object, as with `loose` every schema is. `any_form`: calls begin with
+        terminals named `BEGIN_0` and so on, and have blanks as the parser takes them."""
         rules = []
         for number, tool in enumerate(tools):
-            begin = self._text(shape.begin.replace("NAME", tool.name))
-            rules.append(f"call_{number}: {begin} args_{number} {self._text(shape.end)}".rstrip())
+            begin = f"BEGIN_{number}" if any_form else self._text(shape.begin.replace("NAME", tool.name))
+            end = f"/{END}/" if any_form else self._text(shape.end)
+            rules.append(f"call_{number}: {begin} args_{number} {end}".rstrip())
             if loose or (any_object and _refused(json.dumps(_closed(tool.parameters))) is not None):
                 schema = _json({"type": "object"})
             else:
                 schema = _json(_closed(tool.parameters))
             rules.append(f"args_{number}: %json {schema}")
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
-        more = f"({self._text(shape.between)} call)*" if several else ""
+        between = "/; ?/" if any_form else self._text(shape.between)
+        more = f"({between} call)*" if several else ""
         rules.append(f"calls: {self._text(shape.first)} call {more} {self._text(shape.last)}")
         return rules
 
