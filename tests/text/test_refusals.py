@@ -8,10 +8,12 @@ from functools import cache
 from typing import Any
 
 import pytest
+from llguidance import LLParserLimits
 
 from ostinato.errors import BadOption
 from ostinato.options import Sampling
-from ostinato.text.grammar import Grammars
+from ostinato.text import grammar
+from ostinato.text.grammar import Grammars, _reason
 from ostinato.text.matchers import Matchers
 from tests.text.test_grammar import tokenizer
 
@@ -153,12 +155,49 @@ def test_without_llguidance_hopeless_input_is_refused_in_the_same_words(monkeypa
         ({"grammar": 'start: "a"i x\nx: nowhere'}, 'line 2, column 4: unknown name: "nowhere"'),
         ({"grammar": 'start: "a"i <[700000]>'}, "line 1, column 8: Token range end too large: 700000"),
         ({"regex": r"\p{Nope}"}, "Unicode property not found"),
-        ({"regex": ".*" * 1500}, "it is too complex"),
     ],
     ids=str,
 )
 def test_what_llguidance_refuses_is_told_with_the_callers_lines(given: dict[str, Any], why: str) -> None:
+    ours, _, theirs = (refusal(matchers(), given) or "").partition("; llguidance says: ")
+    assert "not supported" in ours
+    assert theirs == why
+
+
+def nested(depth: int) -> dict[str, Any]:
+    inner: dict[str, Any] = {"type": "object"}
+    for _ in range(depth):
+        inner = {"type": "object", "properties": {"a": inner}, "required": ["a"], "additionalProperties": False}
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"schema": nested(70)}, "its shortest texts nest deeper than 64 open calls"),
+        ({"schema": {"type": "number", "minimum": 1e20}}, "it has a bound with too many digits"),
+        ({"regex": "$a"}, "the pattern '$a' has $ in the middle"),
+        ({"regex": ".*" * 1500}, "it is too complex"),
+    ],
+    ids=lambda given: str(given)[:40],
+)
+def test_what_neither_compiler_follows_is_refused_in_our_words(given: dict[str, Any], why: str) -> None:
     assert refusal(matchers(), given) == why
+
+
+def test_a_first_token_that_takes_too_much_work_is_not_said_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "_limits", lambda: LLParserLimits(step_lexer_fuel=10))
+    assert (
+        refusal(Grammars(tokenizer(), 512), {"regex": "(.{1,100}){1,100}q|([a-z]{0,900}){0,900}"})
+        == "it is too complex"
+    )
+
+
+@pytest.mark.parametrize(
+    "what", ["too many expressions constructed", "too many states: 9 >= 3", "Too many items (limit 1)"]
+)
+def test_an_answer_that_llguidance_cannot_continue_is_too_complex(what: str) -> None:
+    assert _reason(f"lexer error: {what}") == "it is too complex"
 
 
 def test_a_grammar_in_gbnf_has_no_places_of_its_translation() -> None:

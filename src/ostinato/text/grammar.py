@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from decimal import Decimal, DecimalException
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final
@@ -27,7 +28,10 @@ from ostinato.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-NO_TOKEN: Final = "the answer cannot go on: no token of this model may come next"
+_NO_WAY_ON: Final = "the answer cannot go on: "
+NO_TOKEN: Final = f"{_NO_WAY_ON}no token of this model may come next"
+_TOO_COMPLEX: Final = "it is too complex"
+_NO_TEXT: Final = "no text satisfies it"
 # A compiled grammar holds up to tens of megabytes; a client that sends the same schema again finds it here.
 KEPT: Final = 16
 # Numbers that must be multiples of something become automata with as many states as their least common multiple.
@@ -45,6 +49,22 @@ COMPACT: Final[Any] = {
 # A schema may stand inside a grammar, and that inside JSON: then its quotes are escaped.
 _MULTIPLE_OF: Final = re.compile(r'"multipleOf\\*"\s*:\s*([^\s,}\\]+)')
 _ESCAPED: Final = re.compile(r"\\+u([0-9a-fA-F]{4})")
+
+
+class OthersReason(BadOption):
+    """A refusal in llguidance's words, which may be about texts that the caller did not write."""
+
+    def __init__(self, rule: Rule, reason: str) -> None:
+        super().__init__(f"this {rule.kind} cannot be followed: {reason}")
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class _RefusedText:
+    """Why a rule is refused, in our words or in llguidance's."""
+
+    why: str
+    words_are_ours: bool = True
 
 
 class EndRule:
@@ -110,12 +130,14 @@ class Grammars:
         if rule is None:
             return None
         compiled = self._compiled(rule)
-        if isinstance(compiled, str):
-            raise BadOption(f"this {rule.kind} cannot be followed: {compiled}")
+        if isinstance(compiled, _RefusedText):
+            if compiled.words_are_ours:
+                raise BadOption(f"this {rule.kind} cannot be followed: {compiled.why}")
+            raise OthersReason(rule, compiled.why)
         inner, first = compiled
         return Matcher(inner.deep_copy(), first, self._ends, sampling)
 
-    def _compile(self, rule: Rule) -> tuple[LLMatcher, np.ndarray] | str:
+    def _compile(self, rule: Rule) -> tuple[LLMatcher, np.ndarray] | _RefusedText:
         """A grammar before its first token, and the bits of that; or why it is refused."""
         known = self._known  # first: it says what to do if llguidance is not installed
         from llguidance import LLMatcher
@@ -124,13 +146,16 @@ class Grammars:
             check_multiples(rule.text)
             inner = LLMatcher(known, _source(rule), log_level=0, limits=_limits())
             if inner.is_error():
-                return _placed(_reason(inner.get_error()), rule)
-        except (ValueError, BadInput) as error:
-            return str(error)
+                return _refused(_placed(_reason(inner.get_error()), rule))
+        except BadInput as error:
+            return _RefusedText(str(error))
+        except ValueError as error:
+            return _RefusedText(str(error), words_are_ours=False)
         try:
             return inner, _next_bits(inner, -(-self._n_ids // 32))
-        except BadInput:
-            return "no text satisfies it"
+        except BadInput as error:
+            why = str(error)
+            return _refused(_NO_TEXT if why == NO_TOKEN else why.removeprefix(_NO_WAY_ON))
 
     @cached_property
     def _known(self) -> LLTokenizer:
@@ -348,10 +373,14 @@ def _next_bits(inner: LLMatcher, n_words: int) -> np.ndarray:
         found = np.frombuffer(inner.compute_bitmask(), np.int32)[:n_words]
         bits[: len(found)] = found
     if inner.is_error():  # said after the bits were asked for too
-        raise BadInput(f"the answer cannot go on: {_reason(inner.get_error())}")
+        raise BadInput(f"{_NO_WAY_ON}{_reason(inner.get_error())}")
     if not bits.any():
         raise BadInput(NO_TOKEN)
     return bits
+
+
+def _refused(reason: str) -> _RefusedText:
+    return _RefusedText(reason, words_are_ours=reason in (_TOO_COMPLEX, _NO_TEXT))
 
 
 def _bits_of(ids: Iterable[int], n_words: int) -> np.ndarray:
@@ -360,13 +389,16 @@ def _bits_of(ids: Iterable[int], n_words: int) -> np.ndarray:
     return np.packbits(flags, bitorder="little").view(np.int32)
 
 
+_LIMITS: Final = re.compile(r"limits\.|[Tt]oo many (expressions|items|states)")  # of llguidance; no caller can set them
+
+
 def _reason(message: str) -> str:
     """A message of the library on one line: its first, and the reason that follows a picture of the place.
 
     >>> _reason("regex parse error:\\n    [0-9\\n    ^\\nerror: unclosed character class")
     'regex parse error: unclosed character class'
     """
-    if "limits." in message:  # that no caller can set
-        return "it is too complex"
+    if _LIMITS.search(message):
+        return _TOO_COMPLEX
     first, *others = message.replace("<non-verbose/>", "").strip().split("\n")
     return " ".join([first, *(line.removeprefix("error: ") for line in others if line.startswith("error: "))])

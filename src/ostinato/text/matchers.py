@@ -16,10 +16,12 @@ from ostinato.errors import BadOption, HardwareCannot, Unsupported
 from ostinato.extras import install_command, missing
 from ostinato.options import Rule, Sampling
 from ostinato.text.automaton import AutomatonMatcher, GrammarMasks, Trie, of_rule
-from ostinato.text.grammar import Grammars, Matcher, TokenTable, check_multiples
+from ostinato.text.grammar import Grammars, Matcher, OthersReason, TokenTable, check_multiples
 from ostinato.text.program import TookTooLong, Unfollowable
 from ostinato.text.tokenizer import Tokenizer
 
+# Of our reasons, in those that name what llguidance follows: then something else may be wrong, which only that knows.
+_READ_BY_OTHERS: Final = "not supported"
 KEPT: Final = 16  # automata with their masks, some hundred kilobytes each
 
 
@@ -63,7 +65,10 @@ class Matchers:
             raise BadOption(
                 f"{why}; llguidance, which is not installed, may follow it; type: {install_command('serve')}"
             )
-        return self._fallback.matcher(sampling)
+        try:
+            return self._fallback.matcher(sampling)
+        except OthersReason as error:
+            raise BadOption(f"{why}; llguidance says: {error.reason}" if _READ_BY_OTHERS in why else why) from None
 
     def _compile(self, rule: Rule) -> GrammarMasks | _RefusedRule:
         """The masks of a rule, or why our compiler cannot take it."""
