@@ -15,7 +15,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Self, TypedDict, TypeVar, get_args
 
 from ostinato.errors import BadInput, BadOption, Unsupported, listing
 from ostinato.other_engines import OTHER_ENGINES
@@ -30,7 +30,8 @@ MODES = ("eager", "graph", "loop", "persistent")  # how the decode loop is paced
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
-MAX_RULE_CHARACTERS = 65_536
+MAX_RULE_CHARACTERS = 65_536  # of what a caller writes
+MAX_MADE_CHARACTERS = 262_144  # of a grammar that this package makes of it, half a second to read
 MAX_SLOTS = 64
 DEFAULT_SLOTS = 8
 DEFAULT_QUEUE = 256
@@ -257,11 +258,40 @@ def load_options(load: LoadOptions | None, words: LoadWords) -> LoadOptions:
 RuleKind = Literal["schema", "regex", "choice", "grammar"]
 
 
+class MadeGrammar(str):
+    """A grammar that this package made: of a caller's `tools`, or around a caller's `schema`, `regex` and so on.
+
+    Refusals of it name those, since the caller wrote no grammar.
+    """
+
+    made_of: str
+
+    def __new__(cls, text: str, made_of: str = "tools") -> Self:
+        made = super().__new__(cls, text)
+        made.made_of = made_of
+        return made
+
+    def check(self) -> None:
+        """Refuse a text that is too long; BadOption."""
+        if len(self) <= MAX_MADE_CHARACTERS:
+            return
+        n = f"{len(self)} characters as a grammar, and at most {MAX_MADE_CHARACTERS} can be followed"
+        if self.made_of == "tools":
+            raise BadOption(f"tools: their schemas together are too large: {n}; give fewer, or name one in tool_choice")
+        raise BadOption(f"{self.made_of} is too large: {n}")
+
+
 class Rule(NamedTuple):
     """The constraint on an answer, as text: a JSON schema, a regular expression, a JSON list of texts, or a grammar."""
 
     kind: RuleKind
     text: str
+
+    @property
+    def shown(self) -> str:
+        """What the caller gave, as refusals name it."""
+        made_of = self.text.made_of if isinstance(self.text, MadeGrammar) else self.kind
+        return "tools: a grammar of their calls" if made_of == "tools" else f"this {made_of}"
 
 
 _ANY_OBJECT = Rule("schema", '{"type":"object"}')
@@ -471,7 +501,9 @@ class Sampling:
         if len(given) > 1:
             raise BadOption(f"{given[0]} and {given[1]} are both given; an answer follows one of them")
         rule = self.rule
-        if rule is not None and len(rule.text) > MAX_RULE_CHARACTERS:
+        if isinstance(self.grammar, MadeGrammar):
+            self.grammar.check()
+        elif rule is not None and len(rule.text) > MAX_RULE_CHARACTERS:
             raise BadOption(
                 f"{given[0]} is a text of {len(rule.text)} characters; at most {MAX_RULE_CHARACTERS} can be followed"
             )

@@ -13,6 +13,7 @@ import pytest
 
 from ostinato import LLM
 from ostinato.errors import BadFile, BadOption, EngineDead
+from ostinato.options import MAX_MADE_CHARACTERS, MadeGrammar, Rule, Sampling
 from ostinato.serve.errors import refusal_of, without_folders
 from ostinato.serve.settings import ServeLimits, ServeOptions
 from ostinato.text.guard import library_ids
@@ -498,6 +499,23 @@ def test_a_format_of_another_shape_is_told_in_our_words(server: Running, format:
     error = refused(server, {"messages": HELLO, "response_format": format})
     assert error["param"] == f"response_format{param}"
     assert error["message"].startswith(error["param"] + message)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_function_whose_arguments_are_no_object_is_named_by_its_place(server: Running, choice: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]
+    error = refused(server, {"messages": HELLO, "tools": tools, "tool_choice": choice})
+    assert error["param"] == "tools[0].function.parameters"
+    assert "of 'f' must describe an object" in error["message"]
+
+
+def test_tools_whose_grammar_is_refused_are_named_by_their_field() -> None:
+    large = MadeGrammar("x" * (MAX_MADE_CHARACTERS + 1))
+    with pytest.raises(BadOption, match="together are too large") as caught:
+        Sampling(grammar=large)
+    assert refusal_of(caught.value).param == "tools"
+    shown = Rule("grammar", MadeGrammar("x")).shown
+    assert refusal_of(BadOption(f"{shown} cannot be followed: it has too many states")).param == "tools"
 
 
 def test_a_forced_function_with_a_bad_schema_is_named_by_its_place_among_the_tools(server: Running) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -17,12 +19,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.errors import BadInput
-from ostinato.options import Rule, Sampling
+from ostinato.errors import BadInput, BadOption
+from ostinato.options import MAX_RULE_CHARACTERS, MadeGrammar, Rule, Sampling
 from ostinato.text.answer import AnswerReader
 from ostinato.text.automaton import GrammarMasks, Trie, of_rule
 from ostinato.text.bare_calls import ANY_FORM, SPELLED, BareForm
 from ostinato.text.channels import ChannelParser
+from ostinato.text.chat import ChatFormat, ChatRequest
 from ostinato.text.folder import tokenizer_from_folder
 from ostinato.text.grammar import Grammars
 from ostinato.text.stream import TextStream
@@ -211,6 +214,10 @@ def test_a_function_has_a_name_and_may_have_the_rest() -> None:
         ([{"type": "function", "function": {"name": "a b"}}], "letters, digits"),
         ([{"type": "function", "function": {"name": "a", "description": 3}}], "description is int"),
         ([{"type": "function", "function": {"name": "a", "parameters": []}}], "parameters is list"),
+        (
+            [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}],
+            r"tools\[0\].function.parameters of 'a' must describe an object; its type is 'string'",
+        ),
         ([NOW, NOW], r"tools\[1\] is a second function of the name 'now'"),
         ([NOW] * 129, "at most 128"),
     ],
@@ -513,6 +520,51 @@ def test_an_answer_that_must_be_a_call_is_one(name: str, seed: int) -> None:
         for called, arguments in calls:
             tool = next(tool for tool in TOOLS if tool.name == called)
             jsonschema.validate(arguments, {**tool.parameters, "additionalProperties": False})
+
+
+def test_arguments_are_an_object_even_if_the_schema_allows_more() -> None:
+    (loose,) = read_tools([{"function": {"name": "f", "parameters": {"type": ["object", "null"], "minProperties": 0}}}])
+    how = format_of(CHATML)
+    grammar = how.grammar([loose], "required")
+    assert grammar is not None
+    assert '"parameters": {' in random_answer(how, grammar, 0)
+    assert '"null"' not in grammar
+
+
+def many_tools(n: int) -> list[Tool]:
+    names = {f"argument_{j}": {"type": "string", "enum": [f"value-{k}" for k in range(12)]} for j in range(12)}
+    return [Tool(f"do_{i}", "", {"type": "object", "properties": names}) for i in range(n)]
+
+
+def prepared(tools: Sequence[Tool], choice: Any) -> Sampling:
+    """What a request with these tools is sampled by, where a loop follows any grammar that compiles."""
+    asked = ChatRequest([{"role": "user", "content": "Hi"}], Sampling(), tuple(tools), choice)
+    return ChatFormat(None, tokenizer(), lambda sampling: True).prepare(asked, "Hi").sampling
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_many_tools_may_be_called_whose_grammar_is_longer_than_a_caller_may_write(choice: str) -> None:
+    rule = prepared(many_tools(32), choice).rule
+    assert rule is not None
+    assert len(rule.text) > MAX_RULE_CHARACTERS
+    assert "argument_11" in rule.text
+    assert of_rule(rule).n_states > 0
+
+
+def test_tools_that_are_together_too_large_are_refused_by_their_name() -> None:
+    with pytest.raises(BadOption, match=r"^tools: their schemas together are too large: .* name one in tool_choice"):
+        prepared(many_tools(128), "required")
+    assert "argument_11" not in (prepared(many_tools(128), "auto").grammar or "")
+
+
+@pytest.mark.parametrize("made_of", ["tools", "schema"])
+def test_a_grammar_that_the_caller_did_not_write_is_refused_by_what_it_is_made_of(made_of: str) -> None:
+    rule = Sampling(grammar=MadeGrammar('start: "a" nowhere', made_of)).rule
+    assert rule is not None
+    assert rule.shown == {"tools": "tools: a grammar of their calls", "schema": "this schema"}[made_of]
+    with pytest.raises(BadOption, match=r"^the grammar names the rule 'nowhere'"):
+        of_rule(rule)
+    assert copy.deepcopy(rule).shown == pickle.loads(pickle.dumps(rule)).shown == rule.shown
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from ostinato import build
 from ostinato.errors import BadInput, BadOption, quoted
 from ostinato.extras import check_llguidance
 from ostinato.files.objects import prebuilt, sources, sum_of
-from ostinato.options import Rule, Sampling
+from ostinato.options import MadeGrammar, Rule, Sampling
 from ostinato.text.grammar import COMPACT, NO_TOKEN, EndRule, as_lark, several_grammars
 from ostinato.text.lark import lark_node
 from ostinato.text.program import TOOK_TOO_LONG, Program, TookTooLong, Unfollowable
@@ -152,7 +152,7 @@ def _rule_node(program: Program, rule: Rule) -> int:
     if "::=" in rule.text:
         check_llguidance("a grammar in GBNF")  # it rewrites it as Lark
         return lark_node(program, as_lark(rule), _schema_node, {}, written=False)
-    return lark_node(program, rule.text, _schema_node, {})
+    return lark_node(program, rule.text, _schema_node, {}, written=not isinstance(rule.text, MadeGrammar))
 
 
 def _several_node(program: Program, grammars: Sequence[Mapping[str, Any]]) -> int:

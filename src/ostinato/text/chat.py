@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ostinato.errors import BadOption
-from ostinato.options import Sampling
+from ostinato.options import MadeGrammar, Sampling
 from ostinato.text.answer import AnswerReader, GenerationInput
 from ostinato.text.bare_calls import ANY_FORM, SPELLED
 from ostinato.text.reasoning import Reasoning
@@ -118,7 +118,9 @@ class ChatFormat:
         format = asked.sampling.rule
         schema = None if format is None else format.text
         rule = self.tools.grammar(asked.tools, asked.choice, parallel=asked.parallel, schema=schema)
-        return asked.sampling if rule is None else replace(asked.sampling, schema=None, json_mode=False, grammar=rule)
+        if rule is None:
+            return asked.sampling
+        return replace(asked.sampling, schema=None, json_mode=False, grammar=MadeGrammar(rule))
 
     def _triggered(self, asked: ChatRequest, prompt: str) -> Sampling | None:
         """The sampling whose optional calls follow their functions' schemas; None where the loop cannot follow that by
@@ -131,7 +133,7 @@ class ChatFormat:
             if rule is None:
                 return None
             try:
-                made = replace(asked.sampling, grammar=rule)
+                made = replace(asked.sampling, grammar=MadeGrammar(rule))
                 if not speaks.writes_messages:  # messages hold the reasoning already
                     made = self._after_reasoning(made, prompt, calls=True)
             except BadOption:  # it is too long

@@ -55,7 +55,7 @@ class OthersReason(BadOption):
     """A refusal in llguidance's words, which may be about texts that the caller did not write."""
 
     def __init__(self, rule: Rule, reason: str) -> None:
-        super().__init__(f"this {rule.kind} cannot be followed: {reason}")
+        super().__init__(f"{rule.shown} cannot be followed: {reason}")
         self.reason = reason
 
 
@@ -132,7 +132,7 @@ class Grammars:
         compiled = self._compiled(rule)
         if isinstance(compiled, _RefusedText):
             if compiled.words_are_ours:
-                raise BadOption(f"this {rule.kind} cannot be followed: {compiled.why}")
+                raise BadOption(f"{rule.shown} cannot be followed: {compiled.why}")
             raise OthersReason(rule, compiled.why)
         inner, first = compiled
         return Matcher(inner.deep_copy(), first, self._ends, sampling)

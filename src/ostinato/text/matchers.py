@@ -58,7 +58,7 @@ class Matchers:
             compiled = _RefusedRule(str(error), by_all=False)
         if isinstance(compiled, GrammarMasks):
             return AutomatonMatcher(compiled, self._ends, sampling)
-        why = f"this {rule.kind} cannot be followed: {compiled.why}"
+        why = f"{rule.shown} cannot be followed: {compiled.why}"
         if compiled.by_all:
             raise BadOption(why)
         if missing("serve", ("llguidance",)):

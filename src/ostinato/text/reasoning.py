@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ostinato.options import Rule, Sampling
+from ostinato.options import MadeGrammar, Rule, Sampling
 from ostinato.text import channels
 from ostinato.text.answer import Delta, Parser
 from ostinato.text.channels import ChannelParser
@@ -78,7 +78,8 @@ class Reasoning:
         lark = "\n".join([*self._rules(prompt, calls), r"BLANK: /[ \n]{0,4}/"])
         grammars = {"grammars": [{"name": "thinking", "lark_grammar": lark}, {"name": "answer", **_part(rule)}]}
         bare = replace(sampling, schema=None, json_mode=False, regex=None, choice=None, grammar=None)
-        return replace(bare, grammar=json.dumps(grammars))
+        made_of = rule.text.made_of if isinstance(rule.text, MadeGrammar) else rule.kind
+        return replace(bare, grammar=MadeGrammar(json.dumps(grammars), made_of))
 
     def _rules(self, prompt: str, calls: bool) -> list[str]:
         """The rules of what stands before an answer, in Lark."""

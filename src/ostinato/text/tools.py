@@ -99,6 +99,9 @@ def _read_tool(index: int, definition: Any) -> Tool:
         raise BadInput(f"{where}.function.description is {type(text).__name__}; it must be text")
     if not isinstance(parameters, Mapping | None):
         raise BadInput(f"{where}.function.parameters is {type(parameters).__name__}; it must be a JSON schema")
+    kinds = (parameters or {}).get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        raise BadInput(f"{where}.function.parameters of {name!r} must describe an object; its type is {quoted(kinds)}")
     return Tool(name, text or "", parameters or {"type": "object", "properties": {}})
 
 
@@ -631,8 +634,8 @@ def _as_text(content: Any) -> str:
 
 def _closed(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """A function takes the arguments it names, unless its schema says otherwise."""
-    schema = {"type": "object", **parameters}
-    if schema["type"] == "object" and not {"$ref", "anyOf", "oneOf", "allOf", "patternProperties"} & schema.keys():
+    schema = {"type": "object", **parameters} | {"type": "object"}  # arguments are an object, whatever else it allows
+    if not {"$ref", "anyOf", "oneOf", "allOf", "patternProperties"} & schema.keys():
         schema.setdefault("additionalProperties", False)
     return schema
 
