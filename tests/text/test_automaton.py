@@ -453,6 +453,14 @@ def test_masks_of_bounded_numbers_are_those_of_the_oracle(
     agrees({"type": type, **bounds, **steps}, seed)
 
 
+@pytest.mark.parametrize("hundredths", range(1, 100))
+def test_every_step_of_hundredths_is_followed(hundredths: int) -> None:
+    made = of_schema({"type": "number", "multipleOf": hundredths / 100})
+    for text, fits in ((str(round(hundredths * 0.03, 2)), True), ("0.001", False)):
+        assert accepts(made, text) is fits, text
+    assert accepts(made, f"{(hundredths * 3 + 1) / 100:.2f}") is (hundredths == 1)
+
+
 def test_zero_with_a_sign_is_not_zero_without() -> None:
     signed, plain = ({"type": "number", "minimum": zero, "maximum": zero} for zero in (-0.0, 0.0))
     for schema in (signed, plain, signed):

@@ -37,15 +37,20 @@ class NumberSchema:
 
 
 def decimal_of(value: float) -> tuple[int, int]:
-    """A step of `multipleOf` as coefficient and decimals; BadOption if it has too many digits."""
-    decimals = 0
-    value = abs(value)
-    while math.isfinite(value) and value != math.floor(value):
-        value *= 10.0
-        decimals += 1
-    if not value <= 2**32 - 1:
+    """A step of `multipleOf` as coefficient and decimals; BadOption if it has too many digits.
+
+    As it is written: llguidance multiplies it by ten until it is whole, and refuses 0.07 as 7000000000000001.
+
+    >>> decimal_of(0.07), decimal_of(250.0)
+    ((7, 2), (250, 0))
+    """
+    _, digits, exponent = Decimal(repr(abs(value))).as_tuple()
+    decimals = max(0, -int(exponent))
+    coefficient = int("".join(map(str, digits))) * 10 ** (int(exponent) + decimals)
+    coefficient, decimals = lowest(coefficient, decimals)
+    if coefficient > 2**32 - 1:
         raise BadOption("it has a multipleOf with too many digits")
-    return lowest(int(value), decimals)
+    return coefficient, decimals
 
 
 def lowest(coefficient: int, decimals: int) -> tuple[int, int]:
