@@ -142,7 +142,7 @@ def test_a_schema_that_cannot_be_followed_is_refused_by_the_call(tiny_llm: LLM) 
     ("words", "why"),
     [
         ({"schema": "{"}, "schema is no JSON"),
-        ({"schema": "[1]"}, "it must be a JSON object"),
+        ({"schema": "[1]"}, 'it must be a JSON object, as in {"type": "object"}'),
         ({"schema": {"a": float("nan")}}, "schema is no JSON"),
         ({"schema": {"a": {1}}}, "schema is no JSON"),
         ({"regex": ""}, "regex is ''"),

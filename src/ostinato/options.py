@@ -160,7 +160,7 @@ def _schema_text(schema: Any) -> str | None:
     except (TypeError, ValueError, RecursionError) as error:
         why = "it is nested too deep" if isinstance(error, RecursionError) else error
         raise BadOption(f"schema is no JSON that can be read: {why}") from error
-    _check(isinstance(value, Mapping), "schema", value, "a JSON object, as in {'type': 'object'}")
+    _check(isinstance(value, Mapping), "schema", value, 'a JSON object, as in {"type": "object"}')
     return text
 
 

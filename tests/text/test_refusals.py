@@ -15,6 +15,7 @@ from ostinato.options import Sampling
 from ostinato.text import grammar
 from ostinato.text.grammar import Grammars, _reason
 from ostinato.text.matchers import Matchers
+from ostinato.text.reasoning import Reasoning
 from tests.text.test_grammar import tokenizer
 
 
@@ -53,7 +54,19 @@ HOPELESS: list[tuple[dict[str, Any], str]] = [
     ({"regex": r"\q"}, r"the pattern '\\q' has an escape that is not known"),
     ({"regex": "(?z)a"}, "the pattern '(?z)a' has a flag that is not known"),
     ({"regex": "[a&&b]"}, "no text satisfies it"),
-    ({"schema": in_a_property({"pattern": r"\d("})}, r"the pattern '\\d(' has an open parenthesis"),
+    (
+        {"schema": in_a_property({"pattern": r"\d("})},
+        r"in properties.a.items, the pattern '\\d(' has an open parenthesis",
+    ),
+    (
+        {"schema": in_a_property({"patternProperties": {"(": {}}})},
+        "in properties.a.items, the pattern '(' has an open parenthesis",
+    ),
+    ({"schema": {"enum": []}}, "enum is empty, so no text satisfies it; name at least one"),
+    (
+        {"schema": in_a_property({"properties": {"x": {}, "y": {}}, "minProperties": 1})},
+        "properties.a.items has minProperties or maxProperties beside optional properties",
+    ),
     ({"schema": {"patternProperties": {"(": {}}, "properties": {"a": {}}}}, "the pattern '(' has an open parenthesis"),
     (
         {"schema": in_a_property({"type": "text"})},
@@ -92,7 +105,18 @@ HOPELESS: list[tuple[dict[str, Any], str]] = [
         {"grammar": "start: A\nA: B"},
         "line 2, column 4 of the grammar names the terminal 'B', which the grammar does not have",
     ),
-    ({"grammar": 'start: "a'}, "line 1, column 8 of the grammar has '\"a', which is not supported"),
+    (
+        {"grammar": 'start: "a'},
+        "line 1, column 8 of the grammar has '\"a', a string that has no closing quote on its line",
+    ),
+    (
+        {"grammar": 'start: "x"\n  | /a\n'},
+        "line 2, column 5 of the grammar has '/a', a regular expression that has no closing slash on its line",
+    ),
+    (
+        {"grammar": 'start: "a"{5,2}'},
+        "line 1, column 11 of the grammar has the repeat '{5,2}', whose bounds are reversed",
+    ),
     ({"grammar": 'start: "\\q"'}, "line 1, column 8 of the grammar has '\"\\\\q\"', which is not a string of JSON"),
     ({"grammar": 'start: "\\ud800"'}, "line 1, column 8 of the grammar has half a character, which no answer can hold"),
     ({"grammar": 'start: "a")'}, "line 1, column 11 of the grammar has ')', which is not supported there"),
@@ -115,6 +139,12 @@ HOPELESS: list[tuple[dict[str, Any], str]] = [
 def test_hopeless_input_is_refused_in_words_about_the_callers_text(given: dict[str, Any], why: str) -> None:
     assert refusal(matchers(), given) == why
     assert refusal(Grammars(tokenizer(), 512), given) is not None
+
+
+@pytest.mark.parametrize("word", ["enum", "anyOf", "oneOf", "type"])
+def test_an_empty_list_of_values_is_refused_with_its_place_even_where_it_could_be_left_out(word: str) -> None:
+    why = "is empty, so no text satisfies it; name at least one"
+    assert refusal(matchers(), {"schema": in_a_property({word: []})}) == f"in properties.a.items, {word} {why}"
 
 
 # What llguidance follows and our compiler does not.
@@ -176,6 +206,10 @@ def nested(depth: int) -> dict[str, Any]:
     [
         ({"schema": nested(70)}, "its shortest texts nest deeper than 64 open calls"),
         ({"schema": {"type": "number", "minimum": 1e20}}, "it has a bound with too many digits"),
+        (
+            {"schema": in_a_property({"type": "number", "minimum": 1e20})},
+            "in properties.a.items, it has a bound with too many digits",
+        ),
         ({"regex": "$a"}, "the pattern '$a' has $ in the middle"),
         ({"regex": ".*" * 1500}, "it is too complex"),
     ],
@@ -198,6 +232,16 @@ def test_a_first_token_that_takes_too_much_work_is_not_said_to_be_none(monkeypat
 )
 def test_an_answer_that_llguidance_cannot_continue_is_too_complex(what: str) -> None:
     assert _reason(f"lexer error: {what}") == "it is too complex"
+
+
+def test_a_grammar_in_gbnf_without_llguidance_names_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    given = Sampling(grammar='root ::= "yes"')
+    for follow in (Matchers(tokenizer(), 512).matcher, lambda it: Reasoning("<a>", "</a>", (), {}).before(it, "Hi")):
+        with pytest.raises(BadOption, match=r"this grammar cannot be followed: it is in GBNF, .* type: .*pip install"):
+            follow(given)
 
 
 def test_a_grammar_in_gbnf_has_no_places_of_its_translation() -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from ostinato import build
 from ostinato.errors import BadInput, BadOption, quoted
-from ostinato.extras import check_llguidance
+from ostinato.extras import missing
 from ostinato.files.objects import prebuilt, sources, sum_of
 from ostinato.options import MadeGrammar, Rule, Sampling
 from ostinato.text.grammar import COMPACT, NO_TOKEN, EndRule, as_lark, several_grammars
@@ -150,7 +150,8 @@ def _rule_node(program: Program, rule: Rule) -> int:
     if rule.text.startswith('{"grammars":'):
         return _several_node(program, several_grammars(rule.text))
     if "::=" in rule.text:
-        check_llguidance("a grammar in GBNF")  # it rewrites it as Lark
+        if missing("serve", ("llguidance",)):  # which rewrites it as Lark
+            raise BadOption("it is in GBNF, which is not supported without llguidance")
         return lark_node(program, as_lark(rule), _schema_node, {}, written=False)
     return lark_node(program, rule.text, _schema_node, {}, written=not isinstance(rule.text, MadeGrammar))
 
@@ -190,7 +191,7 @@ def matches(pattern: str, text: str) -> bool:
     found = library().grammar_matches(one, len(one), other, len(other))
     if found < 0:
         disjoint(pattern, pattern)  # says why
-        raise BadOption(f"the pattern {quoted(pattern)} cannot be compared with names")
+        raise BadOption(f"the pattern {quoted(pattern)} takes too long to read")
     return bool(found)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from ostinato.errors import BadInput, BadOption, Unsupported
-from ostinato.extras import check_llguidance
+from ostinato.extras import check_llguidance, install_command, missing
 from ostinato.options import Rule, Sampling
 from ostinato.text.program import Unfollowable
 from ostinato.text.schema import followable
@@ -273,10 +273,15 @@ def in_slashes(pattern: str) -> str:
 
 
 def _from_gbnf(grammar: str) -> str:
-    from llguidance.gbnf_to_lark import any_to_lark
-
     if "::=" not in grammar:
         return grammar
+    if missing("serve", ("llguidance",)):
+        raise BadOption(
+            "this grammar cannot be followed: it is in GBNF, which llguidance reads, and that is not installed; type: "
+            f"{install_command('serve')}"
+        )
+    from llguidance.gbnf_to_lark import any_to_lark
+
     try:
         return any_to_lark(grammar)
     except Exception as error:  # any exception it raises is about the text

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 from urllib.parse import unquote, urljoin
 
 from ostinato.errors import BadOption, quoted
-from ostinato.text.json_numbers import NumberSchema, decimal_of, least_common_multiple
+from ostinato.text.json_numbers import NumberSchema, decimal_of, least_common_multiple, number_pattern
 from ostinato.text.program import TOOK_TOO_LONG, TookTooLong, Unfollowable
 from ostinato.text.schema import MAX_NUMBER, place_name
 
@@ -71,6 +71,7 @@ class ObjectSchema:
     required: tuple[str, ...]
     min_properties: int
     max_properties: int | None
+    path: str = field(default="", compare=False)  # of the schema that it was read from
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,14 +242,14 @@ class Reader:
             case "const":
                 return self._merged(result, constant(value))
             case "enum":
-                return self._merged(result, UnionSchema(tuple(map(constant, _list(value, word)))))
+                return self._merged(result, UnionSchema(tuple(map(constant, _some(value, word)))))
             case "allOf":
                 for number, one in enumerate(_list(value, word)):
                     result = self._merged(result, self._resource(one, place, word, str(number)))
                 return result
             case "anyOf" | "oneOf":
                 options = tuple(
-                    self._resource(one, place, word, str(number)) for number, one in enumerate(_list(value, word))
+                    self._resource(one, place, word, str(number)) for number, one in enumerate(_some(value, word))
                 )
                 return self._merged(result, UnionSchema(options, word == "oneOf", place_name((*self._path, word))))
         if not isinstance(value, str):
@@ -269,6 +270,8 @@ class Reader:
             raise Unfollowable("type must be a text or a list of texts")
         if not isinstance(types, list | tuple):
             raise Unfollowable("type must be a text or a list of texts")
+        if not types:
+            raise _empty("type")
         options = tuple(self._of_type(one, words, place) for one in types)
         return options[0] if len(options) == 1 else UnionSchema(options)
 
@@ -280,14 +283,28 @@ class Reader:
             case "boolean":
                 return BooleanSchema()
             case "number" | "integer":
-                return _number(words, integer=type == "integer")
+                made = _number(words, integer=type == "integer")
+                number_pattern(made)  # refuses bounds that cannot be followed here, where their place is known
+                return made
             case "string":
-                return _string(words)
+                return self._string(words)
             case "array":
                 return self._array(words, place)
             case "object":
                 return self._object(words, place)
         raise Unfollowable(f"{quoted(type)} is not a type; the types are {', '.join((*TYPES, 'integer'))}")
+
+    def _string(self, words: Mapping[str, Any]) -> Schema:
+        patterns: list[Pattern] = []
+        for word, kind in (("pattern", "part"), ("format", "format")):
+            if word in words:
+                if not isinstance(words[word], str):
+                    raise Unfollowable(f"{word} must be a text")
+                patterns.append((kind, words[word]))
+        if "pattern" in words:
+            self._matches(words["pattern"], "")  # refuses what is no pattern here, where its place is known
+        pattern: Pattern | None = ("and", patterns) if len(patterns) == 2 else patterns[0] if patterns else None
+        return StringSchema(_size(words, "minLength") or 0, _size(words, "maxLength"), pattern)
 
     def _array(self, words: Mapping[str, Any], place: Place) -> Schema:
         prefix, items, more = words.get("prefixItems"), words.get("items"), words.get("additionalItems")
@@ -307,6 +324,8 @@ class Reader:
         low, high = _size(words, "minProperties") or 0, _size(words, "maxProperties")
         properties = self._by_name(words, "properties", place)
         patterns = self._by_name(words, "patternProperties", place)
+        for pattern in patterns:
+            self._matches(pattern, "")
         self._check_disjoint(list(patterns))
         for name in properties if patterns else ():
             for pattern, schema in patterns.items():
@@ -318,7 +337,8 @@ class Reader:
         required = _list(words.get("required", []), "required")
         if not all(isinstance(name, str) for name in required):
             raise Unfollowable("required must be a list of texts")
-        return _sized(ObjectSchema(properties, patterns, rest, tuple(dict.fromkeys(required)), low, high))
+        names, path = tuple(dict.fromkeys(required)), place_name(self._path)
+        return _sized(ObjectSchema(properties, patterns, rest, names, low, high, path))
 
     def _by_name(self, words: Mapping[str, Any], word: str, place: Place) -> dict[str, Schema]:
         return {
@@ -478,6 +498,7 @@ class Reader:
                 tuple(dict.fromkeys((*one.required, *other.required))),
                 max(one.min_properties, other.min_properties),
                 _least(one.max_properties, other.max_properties),
+                one.path or other.path,
             )
         )
 
@@ -584,17 +605,6 @@ def _number(words: Mapping[str, Any], *, integer: bool) -> NumberSchema:
     return NumberSchema(minimum, maximum, bounds[0], bounds[1], integer, multiple)
 
 
-def _string(words: Mapping[str, Any]) -> Schema:
-    patterns: list[Pattern] = []
-    for word, kind in (("pattern", "part"), ("format", "format")):
-        if word in words:
-            if not isinstance(words[word], str):
-                raise Unfollowable(f"{word} must be a text")
-            patterns.append((kind, words[word]))
-    pattern: Pattern | None = ("and", patterns) if len(patterns) == 2 else patterns[0] if patterns else None
-    return StringSchema(_size(words, "minLength") or 0, _size(words, "maxLength"), pattern)
-
-
 def _sized(made: ObjectSchema) -> Schema:
     most = made.max_properties
     return NO if most is not None and max(made.min_properties, len(made.required)) > most else made
@@ -644,6 +654,16 @@ def _list(value: Any, word: str) -> list[Any]:
     if not isinstance(value, list):
         raise Unfollowable(f"{word} must be a list")
     return value
+
+
+def _some(value: Any, word: str) -> list[Any]:
+    if value == []:
+        raise _empty(word)
+    return _list(value, word)
+
+
+def _empty(word: str) -> Unfollowable:
+    return Unfollowable(f"{word} is empty, so no text satisfies it; name at least one")
 
 
 def _mapping(value: Any, word: str) -> dict[str, Any]:

@@ -32,6 +32,10 @@ _TOKEN: Final = re.compile(
     re.VERBOSE | re.MULTILINE,
 )
 _MAX_DEPTH: Final = 60
+_QUOTED: Final = {
+    '"': "a string that has no closing quote on its line",
+    "/": "a regular expression that has no closing slash on its line",
+}
 
 # What llguidance reads beyond that begins so: statements, special tokens by name, ranges of them, aliases, attributes.
 _MORE: Final = re.compile(r"%(ignore|import|declare|override|regex|lark)|<[^\s>]+>|->|\.\.|[0-9]")
@@ -85,6 +89,8 @@ def _tokens(text: str) -> list[_Token]:
         if match is None or kind is None:
             kind_of_error = BadOption if _MORE.match(text, at) else Unfollowable
             part = text[at : at + 20].partition("\n")[0]
+            if part[0] in _QUOTED:
+                raise Unfollowable(f"{_where(text, at)} has {part!r}, {_QUOTED[part[0]]}")
             raise kind_of_error(f"{_where(text, at)} has {part!r}, which is not supported")
         where, at = _where(text, at), match.end()
         value: Any = match[0]
@@ -233,6 +239,8 @@ class _LarkReader:
             if token.kind == "range":
                 low, comma, high = token.value[1:-1].partition(",")
                 least = int(low or 0)
+                if high and int(high) < least:
+                    raise Unfollowable(f"{token.where} has the repeat {token.value!r}, whose bounds are reversed")
                 node = self._p.repeat(node, least, (int(high) if high else UNBOUNDED) if comma else least)
             elif token.kind == "sign" and token.value in "*+?":
                 low_high = {"*": (0, UNBOUNDED), "+": (1, UNBOUNDED), "?": (0, 1)}[token.value]

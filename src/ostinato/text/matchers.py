@@ -81,7 +81,7 @@ class Matchers:
             raise
         except BadOption as error:
             return _RefusedRule(str(error), by_all=isinstance(error, Unfollowable))
-        except HardwareCannot as error:  # no object and no compiler, or a form that llguidance reads
+        except HardwareCannot as error:  # no object and no compiler
             if missing("serve", ("llguidance",)):
                 raise
             return _RefusedRule(str(error), by_all=False)

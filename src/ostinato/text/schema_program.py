@@ -230,7 +230,8 @@ class _Writer:
         """At least one optional member, at most one, or exactly one."""
         closed = isinstance(schema.additional, NoSchema) and not schema.patterns
         if low > 1 or high not in (None, 1) or not closed:
-            raise Unfollowable("it has minProperties or maxProperties beside optional properties")
+            at = schema.path or "it"
+            raise Unfollowable(f"{at} has minProperties or maxProperties beside optional properties")
         options = []
         for chosen, (_, needed) in enumerate(members):
             if needed:
