@@ -470,6 +470,7 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         "gpt-oss-mxfp4": replace(_gpt_oss("gpt-oss", truncate=True), storage="MXFP4"),
         "gpt-oss-untruncated": _gpt_oss(None, truncate=False),
         "laguna": _laguna("laguna"),
+        "laguna-bias": _laguna(None, attention_bias=True),
         "ernie4-5-moe": _ernie4_5_moe(),
         "granite-moe": _granite_moe("GraniteMoeSharedForCausalLM", shared_intermediate_size=56),
         "qwen3-moe-unnormed": _qwen3_moe(None, norm_topk_prob=False),
@@ -503,6 +504,9 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         ),
         "bamba": _made("BambaForCausalLM", None, attn_layer_indices=[1], **_MAMBA2),
         "granite-hybrid-moe": _granite_hybrid("granitehybrid", num_local_experts=4, num_experts_per_tok=2),
+        "granite-hybrid-unshared": _granite_hybrid(
+            None, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=0
+        ),
         "nemotron-h-moe": _nemotron_h("nemotron_h_moe", **_NEMOTRON_EXPERTS, routed_scaling_factor=1.7),
         "nemotron-h-latent": _nemotron_h("nemotron_h_moe", **_NEMOTRON_EXPERTS, moe_latent_size=32),
         "lfm2-moe": _made(

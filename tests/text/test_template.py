@@ -192,7 +192,11 @@ def test_a_tool_call_needs_no_content() -> None:
         ([USER, USER, {"role": "user"}], r"messages\[2\] \(user\) has no content"),
         ([{"role": "user", "content": 7}], r"messages\[0\] \(user\) has a content of type int"),
         ([{"role": "user", "content": ["x"]}], r"messages\[0\]\.content\[0\] is str"),
-        ([{"role": "user", "content": [{"type": "image"}]}], r"content\[0\] has type 'image'; only text parts"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            r"\[0\] has type 'image_url'; this model reads no images",
+        ),
+        ([{"role": "user", "content": [{"type": "audio"}]}], r"content\[0\] has type 'audio'; only text parts"),
         ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\]\.content\[0\] has no text"),
     ],
 )

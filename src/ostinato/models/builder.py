@@ -101,14 +101,14 @@ class Builder:
         bias: bool,
         scale: Constant | float | None = None,
         halves: bool = False,
+        unbiased: str | None = None,
     ) -> Linear:
-        """One product; several names are stacked into one matrix, in order."""
+        """One product; several names are stacked into one matrix, in order. `unbiased`: the one that has no bias."""
         names = (names,) if isinstance(names, str) else tuple(names)
         outs = (outs,) if isinstance(outs, int) else tuple(outs)
         shapes: tuple[Sizes, ...] = tuple((out, width) for out in outs)
         weight = Matrices(tuple(f"{n}.weight" for n in names), shapes, halves=halves)
-        shift = StackedTensors(tuple(f"{n}.bias" for n in names), tuple((out,) for out in outs)) if bias else None
-        return Linear(weight, shift, scale)
+        return Linear(weight, _biases(names, outs, unbiased) if bias else None, scale)
 
     def scale(self, sizes: Sequence[int], factors: Sequence[float]) -> Constant | float | None:
         """A factor on each part of what a product gives: none where all are 1, one number where they are alike."""
@@ -173,7 +173,7 @@ class Builder:
                 into = (own.queries_width, into[0] - own.queries_width, *into[1:])
             if own.kv_from is not None:
                 names, into = names[:-2], into[:-2]
-            qkv = self.linear([at + name for name in names], into, s.hidden, bias=bias)
+            qkv = self.linear([at + name for name in names], into, s.hidden, bias=bias, unbiased=at + "attn_gate")
         out_bias = bias if out_bias is None else out_bias
         out_scale = self.scale([s.hidden], [s.multipliers.attention_out])
         out = self.linear(at + "attn_output", s.hidden, own.out_width, bias=out_bias, scale=out_scale)
@@ -467,3 +467,13 @@ class Builder:
             # A folder's pooler, without a head: trained for the next sentence, no part of a row.
             spare=frozenset({"cls.weight", "cls.bias", "cls.norm.weight"}) if s.n_classes is None else frozenset(),
         )
+
+
+def _biases(names: Sequence[str], outs: Sequence[int], unbiased: str | None) -> StackedTensors:
+    """The biases of stacked matrices, zeros where one has none."""
+    named = tuple(f"{name}.bias" for name in names if name != unbiased)
+    shapes = tuple((out,) for name, out in zip(names, outs, strict=True) if name != unbiased)
+    if unbiased not in names:
+        return StackedTensors(named, shapes)
+    place = names.index(unbiased)
+    return StackedTensors(named, shapes, zeros=(sum(outs[:place]), sum(outs[: place + 1])))

@@ -5,11 +5,12 @@ Attention has no positions unless a file says so. bamba is the same with rotary 
 it goes by this name.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from ostinato.models import rope as ropes
-from ostinato.models.blocks import MLP
+from ostinato.models.blocks import MLP, AnyLayer, ModelBlocks
 from ostinato.models.builder import Builder
 from ostinato.models.experts import experts_from_gguf
 from ostinato.models.falcon_h1 import mamba2_from_config
@@ -44,7 +45,7 @@ def shape_from_config(c: Description) -> Shape:
         attends = set(c.layer_numbers("attn_layer_indices", shape.n_layers))
         return shape.with_recurrent_in(set(range(shape.n_layers)) - attends, mamba2)
     shape = multiplied_by_config(common_from_config(c), c)
-    shared = c.integer("shared_intermediate_size", 1024)
+    shared = c.integer("shared_intermediate_size", 1024, least=0)
     if n_experts := c.integer("num_local_experts", 8, least=0):
         n_used = c.integer("num_experts_per_tok", 2)
         experts = ExpertShape(n_experts, n_used, shape.widest_ff, renormalise=True, shared_width=shared)
@@ -61,6 +62,15 @@ def mlp(b: Builder, i: int) -> MLP:
     if b.shape.experts is None and b.names.has(f"blk.{i}.{fused}.weight"):
         return b.gated_mlp(i, fused=fused, suffix="_shexp")  # a folder of granite has the shared block alone
     return b.mlp(i)
+
+
+def model(b: Builder, layers: Sequence[AnyLayer]) -> ModelBlocks:
+    """Folders without a shared block have its tensors, without a row."""
+    made, ends = b.model(layers), ("ffn_gate_up_shexp.weight", "ffn_down_shexp.weight")
+    names = [f"blk.{i}.{end}" for i in range(b.shape.n_layers) for end in ends]
+    empty = not any(b.names.rows(name) for name in names[::2] if b.names.has(name))
+    without = b.shape.experts is not None and not b.shape.experts.shared_width
+    return replace(made, spare=made.spare | {*names}) if without and empty else made
 
 
 GRANITE_HYBRID = Family(
@@ -82,4 +92,5 @@ GRANITE_HYBRID = Family(
     },
     gguf_transforms=GGUF_TRANSFORMS,
     config_transforms=CONFIG_TRANSFORMS,
+    model=model,
 )

@@ -34,15 +34,26 @@ Wanted = Iterator[tuple[str, Sizes]]  # names, and the shape that each must have
 
 @dataclass(frozen=True, slots=True)
 class StackedTensors:
-    """Tensors of a file on top of each other, along their rows. `exact`: float32, whatever the model's dtype."""
+    """Tensors of a file on top of each other, along their rows. `exact`: float32, whatever the model's dtype. `zeros`:
+    the first and the last of rows that no tensor has, the last not included."""
 
     names: tuple[str, ...]
     shapes: tuple[Sizes, ...]
     exact: bool = False
+    zeros: tuple[int, int] = (0, 0)
 
     @property
     def shape(self) -> Sizes:
-        return sum(shape[0] for shape in self.shapes), *self.shapes[0][1:]
+        return sum(shape[0] for shape in self.shapes) + self.zeros[1] - self.zeros[0], *self.shapes[0][1:]
+
+    @property
+    def placed(self) -> Iterator[tuple[str, int, int]]:
+        """Each tensor, and the first and the last of its rows, the last not included."""
+        start, (first, stop) = 0, self.zeros
+        for name, shape in self.wanted:
+            start = stop if start == first else start
+            yield name, start, start + shape[0]
+            start += shape[0]
 
     @property
     def wanted(self) -> Wanted:

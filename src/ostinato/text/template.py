@@ -215,7 +215,8 @@ def _check_part(index: int, place: int, part: object) -> dict[str, Any]:
     if not isinstance(part, Mapping):
         raise BadInput(f"{what} is {type(part).__name__}; it must be a part such as {{'type': 'text', 'text': ...}}")
     if part.get("type") != "text":
-        raise BadInput(f"{what} has type {part.get('type')!r}; only text parts are supported")
+        why = "this model reads no images" if "image" in str(part.get("type")) else "only text parts are supported"
+        raise BadInput(f"{what} has type {part.get('type')!r}; {why}")
     if not isinstance(part.get("text"), str):
         raise BadInput(f"{what} has no text")
     return dict(part)

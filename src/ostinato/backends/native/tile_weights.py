@@ -114,10 +114,9 @@ class TileLoader:
 
     def _array(self, reference: StackedTensors) -> NDArray[np.float32]:
         out = np.empty(reference.shape, np.float32)
-        start = 0
-        for name, shape in reference.wanted:
-            self._arrays.append((name, out[start : start + shape[0]]))
-            start += shape[0]
+        out[slice(*reference.zeros)] = 0
+        for name, start, stop in reference.placed:
+            self._arrays.append((name, out[start:stop]))
         return out
 
     def _expert_biases(self, reference: ExpertBiases) -> NDArray[np.float32]:

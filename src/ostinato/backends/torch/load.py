@@ -69,10 +69,9 @@ class DenseLoader:
         """Tensors on top of each other in one piece of memory."""
         dtype = dtype or (torch.float32 if reference.exact else self.dtype)
         out = self.allocate(reference.shape, dtype, self.device)
-        start = 0
-        for name, shape in reference.wanted:
-            self.into(name, out[start : start + shape[0]])
-            start += shape[0]
+        out[slice(*reference.zeros)] = 0
+        for name, start, stop in reference.placed:
+            self.into(name, out[start:stop])
         return out
 
     def matrices(self, reference: Matrices) -> Weight:
