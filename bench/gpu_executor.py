@@ -1,9 +1,10 @@
 """GPU checks of single lessons (E, docs/rules.md), beside those of exactness, speed and stress of the whole loop.
 
 Kernels compiled before weights are read (E-9), captures that fail (E-59) and the nodes of those that do not (E-61),
-compute-sanitizer (E-34), the upload of weights (E-33), memory of a long prompt (E-36), keys and values of 8 bits
-(E-47), bandwidth of attention and of packed products (E-48, E-74), graphs of prompts beside their launches (E-60),
-times inside a loop (E-63), first tokens (E-65) and fusions (E-81). They belong to the parts that they are named under.
+compute-sanitizer (E-34), the upload of weights (E-33) and where they lie (E-16, E-22), memory of a long prompt (E-36),
+keys and values of 8 bits (E-47), bandwidth of attention and of packed products (E-48, E-74), graphs of prompts beside
+their launches (E-60), times inside a loop (E-63), first tokens (E-65) and fusions (E-81). They belong to the parts that
+they are named under.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ostinato.backends.base import PAGE_TOKENS, ChunkPart, Settled
 from ostinato.backends.machine import kind_of
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.model import Model
+from ostinato.backends.torch.plan import tensors_of
 from ostinato.cache.kv_bytes import cell_bytes, page_bytes
 from ostinato.engine.choose import backend_for, settle_model
 from ostinato.engine.driver import GREEDY, LoopDriver
@@ -45,6 +47,7 @@ from ostinato.files.checkpoint import open_checkpoint
 from ostinato.lab.bench import Bench, read_bandwidth, why_not_profiled
 from ostinato.lab.random_weights import RandomFile
 from ostinato.loop.guard import Guard
+from ostinato.loop.memory import ALIGNMENT
 from ostinato.loop.plan import Node
 from ostinato.models.named_shapes import SHAPES
 from ostinato.models.registry import read_shape
@@ -54,6 +57,7 @@ from tests.built import build_model
 
 MB: Final = 1 << 20
 PACE_SHARE: Final = 0.02  # that a failed capture may cost the steps after it
+LAID_SHARE: Final = 1.01  # of a file in the model's own type
 UPLOAD_SHARE: Final = 0.7  # of what one pinned copy reaches
 LONG_MB: Final = 64.0  # that a long prompt may take beside its keys and values
 PERPLEXITY_SHARE: Final = 0.005
@@ -334,11 +338,20 @@ def upload(device: str, *, shape: str, runs: int = 3) -> Iterator[Record]:
             model = build_model(checkpoint, facts, dtype=dtype, device=place(device), context=256)
             _synchronize(device)
             rates.append(n_bytes / (time.perf_counter() - started))
-            if device != "cpu":
-                yield {"what": "loaded", "segments": int(torch.cuda.memory_stats()["segment.all.current"])}
+            yield {"what": "loaded", "file_bytes": n_bytes, **_laid(model)}
             del model
         checkpoint.close()
     yield {"what": "upload", "bytes": n_bytes, "bytes_s": rates[1:], "pinned_bytes_s": _pinned_rate(device)}
+
+
+def _laid(model: Model) -> Record:
+    """In how many pieces of memory weights lie, whether each is aligned, and how many bytes they take."""
+    weights = {t.data_ptr(): t for name, t in tensors_of(model, "") if "frequencies" not in name}
+    return {
+        "pieces": len({tensor.untyped_storage().data_ptr() for tensor in weights.values()}),
+        "aligned": all(address % ALIGNMENT == 0 for address in weights),
+        "bytes": sum(tensor.nbytes for tensor in weights.values()),
+    }
 
 
 def _roomy() -> str | None:
@@ -431,10 +444,20 @@ def judge_upload(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
     rate, pinned = statistics.median(found["bytes_s"]), found["pinned_bytes_s"]
     value = f"{rate / 1e9:.1f} GB/s for {found['bytes'] / 1e9:.2f} GB from the page cache"
     bar = f"at least {UPLOAD_SHARE:.0%} of a pinned copy"
+    laid = [_judge_laid(record) for record in ended[0].of("loaded")[:1]]
     if pinned is None:
-        return [Outcome("PASS", "upload", value, "", found)]
+        return [Outcome("PASS", "upload", value, "", found), *laid]
     value += f"; a pinned copy {pinned / 1e9:.1f} GB/s ({rate / pinned:.0%})"
-    return [Outcome("PASS" if rate >= UPLOAD_SHARE * pinned else "MISS", "upload", value, bar, found)]
+    return [Outcome("PASS" if rate >= UPLOAD_SHARE * pinned else "MISS", "upload", value, bar, found), *laid]
+
+
+def _judge_laid(found: Record) -> Outcome:
+    """One aligned piece (E-16), in which weights take what they take in the file (E-22); norms are wider."""
+    share = found["bytes"] / found["file_bytes"]
+    good = found["pieces"] == 1 and found["aligned"] and 1 <= share < LAID_SHARE
+    aligned = "all aligned" if found["aligned"] else "NOT all aligned"
+    value = f"weights in {found['pieces']} pieces of memory, {aligned}, {share:.4f} of the file's bytes"
+    return Outcome("PASS" if good else "FAIL", "upload-laid", value, f"one piece, under {LAID_SHARE}", found)
 
 
 # Memory of a long prompt (E-36)

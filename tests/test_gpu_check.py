@@ -390,6 +390,18 @@ def test_memory_that_grows_with_a_prompt_fails_unless_it_is_its_keys_and_values(
     assert judged(512 << 20) == "FAIL"
 
 
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [({}, "PASS"), ({"pieces": 2}, "FAIL"), ({"aligned": False}, "FAIL"), ({"bytes": 2000}, "FAIL")],
+)
+def test_weights_in_several_pieces_or_wider_than_in_the_file_fail(changes: dict[str, object], verdict: str) -> None:
+    """E-16, E-22."""
+    rates = {"what": "upload", "bytes": 1000, "bytes_s": [40e9], "pinned_bytes_s": 50e9}
+    laid = {"what": "loaded", "file_bytes": 1000, "pieces": 1, "aligned": True, "bytes": 1001, **changes}
+    found = gpu_executor.judge_upload(setting(), [ended("upload", laid, rates)])
+    assert [(one.name, one.verdict) for one in found] == [("upload", "PASS"), ("upload-laid", verdict)]
+
+
 def test_figures_of_the_executor_are_held_to_their_bars() -> None:
     """E-33, E-47, E-48, E-60, E-63, E-65, E-74, E-81."""
 
