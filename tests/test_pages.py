@@ -19,7 +19,7 @@ PAGES = sorted(DOCS.rglob("*.md"))
 # Notes of measurements have a form of their own.
 PROSE = [page for page in PAGES if DOCS / "lab" not in page.parents]
 DRAWN = {"walk": "walk", "ring": "ring", "decode-mode": "decode-mode", "tape": "tape", "decoder": "decoder"}
-DRAWN |= {"rules": "executor"}
+DRAWN |= {"rules": "executor", "structured": "structured"}
 WIDTH = 110
 MOST_WORDS = 25
 
