@@ -447,6 +447,17 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
             topk_group=2,
             rope_parameters=_deepseek_yarn(0.707),
         ),
+        # llama.cpp takes a model of 27 layers for the one whose queries are not compressed.
+        "deepseek-v2-lite": _deepseek(
+            "DeepseekV2ForCausalLM",
+            "deepseek2",
+            num_hidden_layers=27,
+            q_lora_rank=None,
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
+            rope_parameters=_deepseek_yarn(0.707),
+        ),
         "deepseek-v3": _deepseek(
             "DeepseekV3ForCausalLM",
             "deepseek2",
@@ -503,6 +514,14 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
             None, position_embedding_type="rope", mamba_proj_bias=True, attention_bias=True
         ),
         "bamba": _made("BambaForCausalLM", None, attn_layer_indices=[1], **_MAMBA2),
+        # llama.cpp's converter orders the rows of a head as if all of it turned.
+        "bamba-whole-heads": _made(
+            "BambaForCausalLM",
+            "granitehybrid",
+            attn_layer_indices=[1],
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+            **_MAMBA2,
+        ),
         "granite-hybrid-moe": _granite_hybrid("granitehybrid", num_local_experts=4, num_experts_per_tok=2),
         "granite-hybrid-unshared": _granite_hybrid(
             None, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=0

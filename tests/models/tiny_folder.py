@@ -106,7 +106,8 @@ def _original_rope(config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     rope = dict(config["rope_parameters"])
     found = {}
-    if rope.get("sliding_attention", {}).get("rope_type", "default") != "default":
+    scaled_windows = rope.get("sliding_attention", {}).get("rope_type", "default") != "default"
+    if scaled_windows or (config["model_type"] == "bamba" and rope["partial_rotary_factor"] != 0.5):
         return {"rope_parameters": rope}  # the older keys cannot say it
     if "full_attention" in rope:
         if config["model_type"] != "olmo3":

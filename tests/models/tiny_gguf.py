@@ -183,16 +183,23 @@ def _add_granite_factors(writer: Any, config: Config) -> None:
 
 
 def _add_granite_hybrid(writer: Any, config: Config) -> None:
-    kv_heads = [config["num_key_value_heads"] if kind == "full_attention" else 0 for kind in config["layer_types"]]
-    routed = bool(config["num_local_experts"])
-    width = config["intermediate_size" if routed else "shared_intermediate_size"]
-    sizes = {"num_key_value_heads": kv_heads, "intermediate_size": width, "max_position_embeddings": 2**20}
+    is_bamba = config["model_type"] == "bamba"
+    if is_bamba:
+        attends = [layer in config["attn_layer_indices"] for layer in range(_n_layers(config))]
+    else:
+        attends = [kind == "full_attention" for kind in config["layer_types"]]
+    sizes: dict[str, Any] = {"num_key_value_heads": [config["num_key_value_heads"] * one for one in attends]}
+    routed = bool(config.get("num_local_experts"))
+    if not is_bamba:
+        width = config["intermediate_size" if routed else "shared_intermediate_size"]
+        sizes |= {"intermediate_size": width, "max_position_embeddings": 2**20}
     _add_common(writer, {**config, **sizes})
     if routed:
         writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
-    _add_granite_factors(writer, config)
+    if not is_bamba:
+        _add_granite_factors(writer, config)
     writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
-    writer.add_rope_scaling_finetuned(False)
+    writer.add_rope_scaling_finetuned(is_bamba)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_ssm_conv_kernel(config["mamba_d_conv"])
     writer.add_ssm_state_size(config["mamba_d_state"])
@@ -207,7 +214,8 @@ def _add_deepseek2(writer: Any, config: Config) -> None:
     kinds = config.get("mlp_layer_types") or []
     writer.add_leading_dense_block_count(config.get("first_k_dense_replace") or kinds.count("dense"))
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_q_lora_rank(config["q_lora_rank"])
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
     writer.add_kv_lora_rank(rank)
     for key, width in (("key_length", rank + rotary), ("value_length", rank)):
         writer.kv_data[0].pop(f"deepseek2.attention.{key}", None)
@@ -223,7 +231,8 @@ def _add_deepseek2(writer: Any, config: Config) -> None:
     writer.add_expert_shared_count(config["n_shared_experts"])
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
     writer.add_expert_weights_norm(config["norm_topk_prob"])
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    scoring = "SOFTMAX" if config["model_type"] == "deepseek_v2" else "SIGMOID"
+    writer.add_expert_gating_func(getattr(gguf.ExpertGatingFuncType, scoring))
     if config["n_group"] > 1:
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
@@ -539,9 +548,9 @@ def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor])
             name, value = name.replace("e_score_correction_bias", "e_score_correction.bias"), value.flatten()
         elif architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             value = value.T.contiguous()
-        elif architecture == "granitehybrid" and "_shexp" in name and not config["num_local_experts"]:
+        elif architecture == "granitehybrid" and "_shexp" in name and not config.get("num_local_experts"):
             name = name.replace("_shexp", "")  # the shared block is the only one
-        elif architecture == "granitehybrid" and "shared_mlp." in name and not config["num_local_experts"]:
+        elif architecture == "granitehybrid" and "shared_mlp." in name and not config.get("num_local_experts"):
             name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
         elif architecture in ("mamba", "mamba2", "falcon-h1", "nemotron_h", "nemotron_h_moe", "granitehybrid"):
             name, value = _mixer_part(name, _multiplied(name, value, config), config)
