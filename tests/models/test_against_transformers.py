@@ -137,6 +137,21 @@ def test_layers_that_predict_further_tokens_are_left_out_of_memory_and_said(form
         assert_logits("qwen35", llm)
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
+def test_a_layer_numbered_on_that_predicts_further_tokens_is_left_out(name: str, tmp_path: Path) -> None:
+    path = tiny.folder(name, tmp_path)
+    config, tensors = tiny.parts_of(name, tmp_path)
+    n_layers = config["num_hidden_layers"]
+    more = {at: torch.ones(64) for at in ("eh_proj.weight", "enorm.weight", "input_layernorm.weight")}
+    tensors |= {f"model.layers.{n_layers}.{at}": tensor for at, tensor in more.items()}
+    (path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with open_checkpoint(path) as checkpoint:
+        assert "3 tensors for multi-token prediction" in str(why_left_out(checkpoint))
+    with opened(path) as llm:
+        assert_logits(name, llm)
+
+
 @pytest.mark.parametrize(("name", "tied"), [("llama", False), ("llama-tied", True)])
 def test_a_head_beside_an_embedding_that_is_said_to_be_it_is_used_if_it_is_another(
     name: str, tied: bool, tmp_path: Path
