@@ -317,8 +317,9 @@ def keyword_schemas(depth: int = 2) -> st.SearchStrategy[Any]:
     )
     scalars: list[st.SearchStrategy[Any]] = [
         st.booleans(),
-        st.sampled_from(
-            [{}, {"type": "null"}, {"type": "boolean"}, {"$ref": "#/$defs/node"}, {"$ref": "#/$defs/name"}]
+        st.sampled_from([{}, {"type": "null"}, {"type": "boolean"}]),
+        st.sampled_from(["#/$defs/node", "#/$defs/name", "#leaf", "http://example.com/far"]).map(
+            lambda uri: {"$ref": uri}
         ),
         st.fixed_dictionaries(
             {"type": st.sampled_from(["string", ["string", "null"]])},
@@ -326,13 +327,14 @@ def keyword_schemas(depth: int = 2) -> st.SearchStrategy[Any]:
                 "minLength": size,
                 "maxLength": size,
                 "pattern": patterns,
-                "format": st.sampled_from(["date", "uuid", "ipv4", "hostname", "email"]),
+                "format": st.sampled_from(FORMATS),
             },
         ),
         st.fixed_dictionaries(
             {"type": st.sampled_from(["number", "integer"])},
             optional={
                 "minimum": st.sampled_from([-10, 0, 1.5]),
+                "exclusiveMinimum": st.sampled_from([True, False, -2, 1.5]),
                 "exclusiveMaximum": st.sampled_from([7, 10.25, 1000]),
                 "multipleOf": st.sampled_from([2, 0.5]),
             },
@@ -372,19 +374,45 @@ def keyword_schemas(depth: int = 2) -> st.SearchStrategy[Any]:
     return st.one_of(*scalars, objects, objects, arrays, old_arrays, several)
 
 
-DEFINITIONS = {"node": NODE, "name": {"type": "string", "maxLength": 20}}
+def definitions(draft: int) -> dict[str, Any]:
+    """What references of `keyword_schemas` name: by a path, by an anchor, and by the URI of a resource of its own."""
+    plain = {"node": NODE, "name": {"type": "string", "maxLength": 20}}
+    id = "id" if draft == 4 else "$id"
+    leaf = {"$anchor": "leaf"} if draft == 2020 else {id: "#leaf"}
+    where = "$defs" if draft == 2020 else "definitions"
+    far = {id: "http://example.com/far", "anyOf": [{"$ref": f"#/{where}/near"}], where: {"near": {"enum": [[1]]}}}
+    found: dict[str, Any] = {where: {"leaf": {**leaf, "enum": ["a", 12]}, "far": far}}
+    found["$defs"] = {**found.get("$defs", {}), **plain}
+    return found if draft == 2020 else {**found, "$schema": f"http://json-schema.org/draft-0{draft}/schema#"}
 
 
 @pytest.mark.soak
 @settings(max_examples=soak(3000, part=60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     schema=keyword_schemas(),
-    draft=st.sampled_from([None, "http://json-schema.org/draft-07/schema#"]),
+    draft=st.sampled_from([4, 7, 2020]),
     seed=st.integers(0, 2**32),
 )
-def test_masks_of_every_keyword_are_those_of_the_oracle(schema: Any, draft: str | None, seed: int) -> None:
+def test_masks_of_every_keyword_are_those_of_the_oracle(schema: Any, draft: int, seed: int) -> None:
     whole = {"properties": {"x": schema}, "required": ["x"]} if isinstance(schema, bool) else schema
-    agrees({**whole, "$defs": DEFINITIONS, **({} if draft is None else {"$schema": draft})}, seed)
+    agrees({**whole, **definitions(draft)}, seed)
+
+
+def test_what_no_array_reaches_is_not_read() -> None:
+    unread = {"type": "object", "properties": {"a": {}}, "maxProperties": 0}
+    made = of_schema({"type": "array", "prefixItems": [{"const": 1}, False, unread], "items": unread})
+    assert [accepts(made, text) for text in ("[]", "[1]", "[1,2]", "[2]")] == [True, True, False, False]
+
+
+def test_an_object_may_have_no_more_members_than_it_must() -> None:
+    made = of_schema({"type": "object", "properties": {"a": {}, "b": {}}, "required": ["b"], "maxProperties": 1})
+    assert [accepts(made, text) for text in ('{"b":1}', "{}", '{"a":1,"b":1}', '{"b":1,"c":1}')] == [True] + [False] * 3
+
+
+def test_a_member_whose_patterns_no_text_matches_is_left_out() -> None:
+    never = {"type": "string", "format": "date", "pattern": "^[a-c]{2,4}$"}
+    made = of_schema({"type": "object", "properties": {"a": never}, "maxProperties": 1})
+    assert [accepts(made, text) for text in ("{}", '{"b":1}', '{"b":1,"c":1}')] == [True, True, False]
 
 
 def patterns() -> st.SearchStrategy[str]:

@@ -55,16 +55,16 @@ def schema_node(program: Program, schema: Any, matches: Matches, disjoint: Disjo
     """The values of a schema, compact, as a node of `program`; BadOption if it cannot be taken."""
     reader = Reader(schema, matches, disjoint)
     try:
-        return _Writer(program, reader, matches).written(reader.read())
+        return _Writer(program, reader, matches, disjoint).written(reader.read())
     except RecursionError:
         raise BadOption("it is nested too deep") from None
 
 
 class _Writer:
-    def __init__(self, program: Program, reader: Reader, matches: Matches) -> None:
+    def __init__(self, program: Program, reader: Reader, matches: Matches, disjoint: Disjoint) -> None:
         self._p = program
         self._reader = reader
-        self._matches = matches
+        self._matches, self._disjoint = matches, disjoint
         self._references: dict[str, int] = {}
         self._pending: list[str] = []
         self._any: int | None = None
@@ -164,6 +164,9 @@ class _Writer:
         if schema.pattern is None:
             return self._p.quoted(length), False
         node = self._pattern(schema.pattern)
+        searched = _searched(schema.pattern)
+        if any(self._disjoint(one, other) for n, one in enumerate(searched) for other in searched[n + 1 :]):
+            return self._p.nothing, True  # a member of this value is left out, and does not count
         return self._p.quoted(node if low == 0 and high is None else self._p.both(node, length)), False
 
     def _pattern(self, pattern: Pattern) -> int:
@@ -185,8 +188,13 @@ class _Writer:
         low, high = schema.min_items, schema.max_items
         if high is not None and low > high:
             return self._p.nothing
-        item = self._value(ANY if schema.items is None else schema.items)
-        prefix = [self._value(one) for one in schema.prefix[:high]]
+        prefix: list[int] = []
+        for one in schema.prefix[:high]:
+            prefix.append(self._value(one))
+            if prefix[-1] == self._p.nothing:  # what would follow is never read, so it may be what cannot be followed
+                break
+        ends_early = self._p.nothing in prefix
+        item = self._p.nothing if ends_early else self._value(ANY if schema.items is None else schema.items)
         known = max(1, len(prefix))
         first = prefix[0] if prefix else item
         more = self._p.cat(self._comma, item)
@@ -212,10 +220,12 @@ class _Writer:
         n_required = sum(needed for _, needed in members)
         low = max(0, schema.min_properties - n_required)
         high = None if schema.max_properties is None else max(0, schema.max_properties - n_required)
+        if high == 0:
+            return self._p.nothing if low else self._members([member for member in members if member[1]])
         if n_required < len(members) and (low > 0 or high is not None):
             return self._few_members(schema, members, low, high)
         others = self._other_members(schema, names)
-        if others != self._p.nothing and high != 0:
+        if others != self._p.nothing:
             rest = self._p.repeat(
                 self._p.cat(self._comma, others), max(0, low - 1), UNBOUNDED if high is None else max(0, high - 1)
             )
@@ -278,6 +288,19 @@ class _Writer:
                 first = self._p.either([self._p.cat(member, after), first])
                 after = self._p.cat(self._p.optional(self._p.cat(self._comma, member)), after)
         return self._p.procedure(self._p.cat(self._p.literal("{"), first, self._p.literal("}")))
+
+
+def _searched(pattern: Pattern) -> list[str]:
+    """The regular expressions of a string's value that a part of it must match."""
+    kind, value = pattern
+    match kind:
+        case "and":
+            return [one for part in value for one in _searched(part)]
+        case "part":
+            return [value]
+        case "format":
+            return [f"^({FORMATS[value]})$"]
+    return []
 
 
 def _is_scalar(schema: Schema) -> bool:
