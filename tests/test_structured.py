@@ -56,8 +56,8 @@ def test_the_loop_answers_as_with_masks_of_llguidance_over_schemas_that_people_w
     tiny_llm: LLM, by_llguidance: LLM, schema_data: list[dict[str, Any]]
 ) -> None:
     n_stops = 0
-    for number, entry in enumerate(schema_data if soaking() else schema_data[::40]):
-        wanted = Sampling(schema=entry["schema"], temperature=number % 3 / 2, seed=number, max_tokens=60)
+    for number, entry in enumerate(schema_data if soaking() else schema_data[::10]):
+        wanted = Sampling(schema=entry["schema"], temperature=1.0, seed=number, max_tokens=60)
         try:
             expected = by_llguidance.generate("the sea", wanted)
         except BadInput:  # a schema that cannot be followed

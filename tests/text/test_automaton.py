@@ -169,7 +169,7 @@ def test_nearly_all_real_schemas_compile_and_soon(schema_data: list[dict[str, An
     assert np.mean(made) >= 0.90
     assert np.mean(calls) >= 0.97
     assert np.percentile(seconds, 99) < 0.1
-    assert np.median(seconds) < 0.004  # 2 ms on an idle core, and other tests run beside this one
+    assert np.median(seconds) < 0.002  # of processor time, whatever runs beside this test
 
 
 SCHEMA = {
