@@ -31,14 +31,16 @@ from ostinato.options import LoadOptions
 from ostinato.text.pretokenizers import PRE_TOKENIZERS
 from tests.models import tiny, tiny_encoders
 from tests.models.llama_cpp import LEFT_ALONE
-from tests.text.test_vocabularies import NAMES, SOURCE_NAMES
+from tests.text.test_vocabularies import NAMES, SOURCE_NAMES, WITHOUT_TEXTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 CPU, GPU = Machine("cpu", 1 << 40, 1 << 40), Machine("cuda:0", 1 << 40, 1 << 40, driver_cuda=13_000)
 COLUMNS: Final = {"CPU loop": (CPU, "loop"), "CUDA loop": (GPU, "loop"), "tape": (GPU, "persistent")}
 # Widths that every kernel knows, in the place of those of a tiny model.
 USUAL: Final = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "n_embd": 256}
-# The vocabulary of a family's published models (a real one, or the name of its pre-tokenizer), and a template.
+KIND: Final = "kind"
+# The vocabulary of a family's published models (a real one, the name of its pre-tokenizer, or KIND where only others of
+# its kind can be had), and a template.
 TEXTS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
         "llama": ("llama-bpe", "meta-llama-Llama-3.1-8B-Instruct"),
@@ -52,8 +54,17 @@ TEXTS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "qwen3next": ("qwen2", "Qwen-Qwen3-0.6B"),
         "qwen35": ("qwen35", "Qwen3.5-4B"),
         "qwen35moe": ("qwen35", "Qwen3.5-4B"),
-        "gemma2": ("", "google-gemma-2-2b-it"),
-        "gemma3": ("", "google-gemma-2-2b-it"),
+        "gemma": (KIND, ""),
+        "gemma-embedding": (KIND, ""),
+        "gemma2": (KIND, "google-gemma-2-2b-it"),
+        "gemma3": (KIND, "google-gemma-2-2b-it"),
+        "ernie4_5": (KIND, ""),
+        "ernie4_5-moe": (KIND, ""),
+        "gptneox": ("gpt-neox", ""),
+        "mamba": ("gpt-neox", ""),
+        "mamba2": ("gpt-neox", ""),
+        "nomic-bert": ("bert-bge", ""),  # BERT's, uncased
+        "xlm-roberta": ("nomic-bert-moe", ""),
         "gemma4": ("gemma-4", "google-gemma-4-31B-it"),
         "phi2": ("phi-2", ""),
         "phi3": ("phi-3", "microsoft-Phi-3.5-mini-instruct"),
@@ -105,8 +116,9 @@ current. Every family also runs in torch (`eager`). [Adding a family](add-a-fami
   attention among them. The tape ran there with 38 models, granite, smollm3, mistral3, glm4, gemma, gemma2 and
   gemma3 among them.
 - **tokenizer**: *ids* of the published vocabulary are compared; *splits*: the pre-tokenizer of that name is
-  compared over a synthetic vocabulary ([tokenizers.md](tokenizers.md)). **template**: a published chat
-  template renders as transformers renders it.
+  compared over a synthetic vocabulary; *kind*: SentencePiece-style, compared over Llama 2's vocabulary, with
+  the blanks and tags of Gemma too ([tokenizers.md](tokenizers.md)). **template**: a published chat template
+  renders as transformers renders it.
 """
 EMULATED: Final = """\
 - *emulated*: the tape's own source gives the logits of torch in the tests' emulator, and has run on no card
@@ -209,7 +221,8 @@ def _row(family: Family, own: Sequence[Sample], notes: dict[str, int]) -> Iterat
         runs = _runs(own, machine, mode, notes)
         yield "emulated" if (mode, runs) == ("persistent", "yes") and family.name not in PERSISTENT_FAMILIES else runs
     vocabulary, template = TEXTS.get(family.name, ("", ""))
-    yield "ids" if vocabulary in (*NAMES, *SOURCE_NAMES) else "splits" if vocabulary in PRE_TOKENIZERS else ""
+    published = (*NAMES, *SOURCE_NAMES, *WITHOUT_TEXTS)
+    yield "ids" if vocabulary in published else "splits" if vocabulary in PRE_TOKENIZERS else vocabulary
     yield "yes" if template else ""
 
 

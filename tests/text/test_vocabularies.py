@@ -11,6 +11,7 @@ from tests.counts import soaking
 NAMES = ["bert-bge", "deepseek-llm", "falcon", "gpt-2", "llama-spm", "phi-3"]
 # Those that llama.cpp's source adds: two new kinds in every run, all of them in `make soak`.
 SOURCE_NAMES = ["gemma-4", "qwen35", "command-r", "deepseek-coder", "llama-bpe", "mpt", "qwen2", "refact", "starcoder"]
+WITHOUT_TEXTS = ["gpt-neox", "nomic-bert-moe"]  # compared on random texts (`test_against_llama_cpp.py`)
 IN_SOURCE = SOURCE_NAMES if soaking() else SOURCE_NAMES[:2]
 SEPARATOR = "\n__ggml_vocab_test__\n"
 
