@@ -542,6 +542,27 @@ def prepared(tools: Sequence[Tool], choice: Any) -> Sampling:
     return ChatFormat(None, tokenizer(), lambda sampling: True).prepare(asked, "Hi").sampling
 
 
+@pytest.mark.parametrize(
+    ("follows", "schema", "text", "is_call"),
+    [
+        (True, None, '{"name":"weather","arguments":{"city":"Rome"}}', True),
+        (True, None, '{"arguments":{"town":"Rome"},"name":"weather"}', False),  # free text to the grammar
+        (False, None, '{"arguments":{"town":"Rome"},"name":"weather"}', True),  # without a grammar
+        (True, {"type": "object"}, '{"name":"weather","parameters":{"town":"Rome"}}', False),  # the answer's own JSON
+        (True, {"type": "object"}, '{"name": "weather", "parameters": {"city":"Rome"}}', True),
+    ],
+)
+def test_an_optional_call_is_read_in_the_forms_that_its_grammar_tells_from_text(
+    follows: bool, schema: Any, text: str, is_call: bool
+) -> None:
+    chats = ChatFormat(None, tokenizer(), lambda sampling: follows)
+    asked = ChatRequest([{"role": "user", "content": "Hi"}], Sampling(schema=schema), TOOLS, "auto")
+    reader = chats.prepare(asked, "Hi").reader()
+    deltas = [*reader.feed(text), *reader.finish()]
+    assert any(delta.call for delta in deltas) is is_call
+    assert "".join(delta.content for delta in deltas) == ("" if is_call else text)
+
+
 @pytest.mark.parametrize("choice", ["required", "auto"])
 def test_many_tools_may_be_called_whose_grammar_is_longer_than_a_caller_may_write(choice: str) -> None:
     rule = prepared(many_tools(32), choice).rule

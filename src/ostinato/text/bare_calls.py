@@ -61,8 +61,8 @@ def _prefix_of(form: Sequence[str]) -> str:
     return "".join(f"(?:{step}" for step in steps) + ")?" * len(steps)
 
 
-# What a grammar of optional calls lets a call begin with, and what one of forced calls writes: the blanks of the latter
-# tell it from an answer in JSON, which is compact.
+# What a grammar of calls in free text lets a call begin with, and what one of calls beside an answer in JSON writes:
+# the blanks of the latter tell it from that answer, which is compact.
 ANY_FORM: Final = BareForm([[step for part in chosen for step in part] for chosen in product(*_PARTS)])
 SPELLED: Final = BareForm([[r"\{", '"name": "', _NAME, '", "parameters": ']])
 

@@ -92,9 +92,9 @@ class ChatFormat:
         show = (*(speaks.markers if tools else ()), *(thinking.markers if thinking is not None else ()))
         said = _text_of(asked.messages[-1]) if asked.continues else ""
         sampling = self._sampling(asked, prompt)
-        # Only what the grammar tells from text is a call: another form's arguments would not be held to a schema.
-        is_optional = asked.choice == "auto" and asked.sampling.rule is None
-        form = None if sampling.rule == asked.sampling.rule else ANY_FORM if is_optional else SPELLED
+        # Only what the grammar tells from text is an optional call: another form's arguments would follow no schema.
+        is_told = asked.choice == "auto" and sampling.rule != asked.sampling.rule
+        form = None if not is_told else ANY_FORM if asked.sampling.rule is None else SPELLED
 
         def reader() -> AnswerReader:
             return AnswerReader(
