@@ -318,6 +318,30 @@ def test_text_is_free_until_a_call_begins_and_then_its_schema_holds(name: Format
         assert follows(how, begin + rest.replace("weather", "whether")).startswith("hether")
 
 
+@pytest.mark.parametrize("special", [False, True], ids=["text", "control tokens"])
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name not in ("llama", "plain")])
+def test_what_stands_behind_a_call_or_has_another_marker_is_content(name: FormatName, special: bool) -> None:
+    markers = _SHAPES[name].markers
+    how = ToolFormat(name, markers, {marker: 10 + i for i, marker in enumerate(markers)} if special else {})
+    call = "".join(WRITTEN[name])
+    other = '{"name": "weather", "arguments": {"town":1}}'
+    for before in (f"{call}\n", f"{call}, ", "Done: <tool_calls>", "functools["):
+        assert follows(how, before + other) == "ends"
+        content, calls = calls_in(how, before + other, ANY_FORM)
+        assert other in content
+        assert calls == ([("weather", {"city": "Rome"})] if call in before else [])
+    for text in (f'{call} look[ARGS]{{"town":1}}', call * 2, f"{call}\n{call}"):
+        found = calls_in(how, text, ANY_FORM)[1] if follows(how, text) == "ends" else []
+        assert all(one == ("weather", {"city": "Rome"}) for one in found)
+
+
+def test_a_marker_that_other_tokens_spell_begins_no_optional_call() -> None:
+    how = ToolFormat("hermes", _SHAPES["hermes"].markers, {"<tool_call>": 10, "</tool_call>": 11})
+    masks = masks_of(how.triggered_grammar(TOOLS) or "")
+    assert masks.take_bytes(masks.begin(), b"I look <tool_")
+    assert not masks.take_bytes(masks.begin(), b"I look <tool_call>")
+
+
 BARE = [
     ToolFormat("plain", (), {}),
     ToolFormat("plain", (), {"<hidden>": 10}, other_control=(10,)),

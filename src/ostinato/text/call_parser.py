@@ -129,7 +129,8 @@ class JsonCalls:
 
     `named`: what a call's name looks like where it stands before the arguments, with one group around the name; an
     object of them follows. `known`: a bare object is a call if its name is one of these, and else it is content.
-    `form`: how a bare call must begin; without one, it may have its members in any order.
+    `form`: how a bare call must begin; without one, it may have its members in any order. `told`: the answer's grammar
+    tells calls from text by their marker, so that behind a call, or the list of them, an object without one is content.
     """
 
     def __init__(
@@ -142,11 +143,14 @@ class JsonCalls:
         named: str | None = None,
         known: Collection[str] = (),
         form: BareForm | None = None,
+        told: bool = False,
     ) -> None:
         self._openers, self._closers = tuple(openers), tuple(closers)
         self._new_id, self._known, self._form = new_id, known, form
         self._named = None if named is None else re.compile(rf"{named}\s*(?=\{{)")
         self._state: Literal["start", "text", "calls", "name", "object"] = "start" if bare else "text"
+        self._told = told
+        self._in_list = self._is_over = False  # what a marker began
         self._marked = False  # whether the current call began with a marker
         self._buffer = ""  # not read yet
         self._raw: list[str] = []  # of the object being read, in case it is not a call
@@ -208,7 +212,7 @@ class JsonCalls:
         at, opener = min(((self._buffer.find(o), o) for o in self._openers if o in self._buffer), default=(-1, ""))
         if at >= 0:
             said, self._buffer = self._buffer[:at].rstrip(), self._buffer[at + len(opener) :]
-            self._state = "calls"
+            self._state, self._in_list, self._is_over = "calls", False, False
             return _content(said)
         keep = 0 if last else open_end(self._buffer, self._openers)
         free = self._buffer[: len(self._buffer) - keep]
@@ -226,11 +230,15 @@ class JsonCalls:
                 break  # it may become one
             if marker is None and text[0] not in "[]":
                 self._buffer = text
-                if text.startswith("{"):
+                if self._told and self._is_over:
+                    self._state = "text"
+                elif text.startswith("{"):
                     self._begin(marked=True)
                 else:
                     self._state = "name" if self._named else "text"
                 return []
+            self._in_list = self._in_list or text[0] == "["
+            self._is_over = marker in self._closers or text[0] == "]" or (self._is_over and marker is None)
             text = text[len(marker or "[") :].lstrip(" \t\r\n,;")
         self._buffer = text
         return []
@@ -268,7 +276,7 @@ class JsonCalls:
                 deltas += self._call_deltas(arguments)
                 if not self._began:
                     return [*deltas, *self._no_call()]
-                self._state = "calls"
+                self._state, self._is_over = "calls", not self._in_list
                 return deltas
         self._buffer = ""
         return deltas + self._call_deltas(arguments)

@@ -221,20 +221,23 @@ class ToolFormat:
 
     def parser(self, tools: Sequence[Tool], form: BareForm | None = None) -> Parser:
         """The parser of calls in an answer's text; `AnswerReader` combines it with the parser of reasoning. `form`: how
-        a call without a marker begins under the answer's grammar; None if it has none."""
+        a call without a marker begins under the grammar that tells optional calls from text; None without that."""
+        told = form is not None
         if self.name in _BLOCKS:
             return BlockCalls(_BLOCKS[self.name], _call_id, {tool.name: tool.parameters for tool in tools})
         match self.name:
             case "hermes":
-                return JsonCalls(["<tool_call>", "<tool_calls>"], ["</tool_call>", "</tool_calls>"], _call_id)
+                openers = ["<tool_call>"] if told else ["<tool_call>", "<tool_calls>"]
+                return JsonCalls(openers, ["</tool_call>", "</tool_calls>"], _call_id, told=told)
             case "mistral" | "mistral-named":
-                return JsonCalls(["[TOOL_CALLS]"], [], _short_id, named=_MISTRAL_NAME)
+                return JsonCalls(["[TOOL_CALLS]"], [], _short_id, named=_MISTRAL_NAME, told=told)
             case "phi" | "granite":
-                return JsonCalls(["<|tool_call|>", "functools["], ["<|/tool_call|>"], _call_id)
+                openers = ["<|tool_call|>"] if told else ["<|tool_call|>", "functools["]
+                return JsonCalls(openers, ["<|/tool_call|>"], _call_id, told=told)
             case "cohere":
-                return JsonCalls(["<|START_ACTION|>"], ["<|END_ACTION|>"], _call_id)
+                return JsonCalls(["<|START_ACTION|>"], ["<|END_ACTION|>"], _call_id, told=told)
             case "nemotron":
-                return JsonCalls(["<TOOLCALL>"], ["</TOOLCALL>"], _call_id)
+                return JsonCalls(["<TOOLCALL>"], ["</TOOLCALL>"], _call_id, told=told)
             case "deepseek" | "deepseek-fenced":
                 return JsonCalls(_DEEPSEEK[:2], (*_DEEPSEEK[3:], "```"), _call_id, named=_DEEPSEEK_NAME)
             case "harmony":
@@ -287,10 +290,12 @@ class ToolFormat:
         again = "*" if parallel else "?"
         # Control tokens that are no markers stay allowed in text, as without a grammar.
         control = f"<[{','.join(map(str, self.other_control))}]>" if self.other_control else None
-        more = f"({control} ANY)*" if control else ""
         lines = [r"ANY: /(.|\n)*/"]
         if marker in self.special:
-            lines += [f"start: text (calls text){again}", f"text: ANY {more}"]
+            # The parser reads text: a marker that other tokens spell is one to it.
+            more = f"({control} TEXT)*" if control else ""
+            lines += [f"start: text (calls text){again}", f"text: TEXT {more}"]
+            lines.append(f"TEXT: ANY & ~(ANY {literal(marker)} ANY)")
         else:
             shape, before = shape.after(marker), f"(OTHER {control})*" if control else ""
             lines += [f"start: ({before} begin calls){again} {before} OTHER", f"begin[suffix={literal(marker)}]: ANY"]
