@@ -335,6 +335,21 @@ def test_what_stands_behind_a_call_or_has_another_marker_is_content(name: Format
         assert all(one == ("weather", {"city": "Rome"}) for one in found)
 
 
+@pytest.mark.parametrize("special", [False, True], ids=["text", "control tokens"])
+def test_outside_of_their_list_deepseeks_calls_are_content_where_a_grammar_tells_them(special: bool) -> None:
+    markers = _SHAPES["deepseek"].markers
+    how = ToolFormat("deepseek", markers, {marker: 10 + i for i, marker in enumerate(markers)} if special else {})
+    begin, call, sep, end, last = markers
+    one = f'{call}weather{sep}{{"city":"Rome"}}{end}'
+    wrong = f'{call}weather{sep}{{"town":1}}{end}'
+    assert calls_in(how, f"I look. {begin}{one}{one}{last}", ANY_FORM)[1] == [("weather", {"city": "Rome"})] * 2
+    for before, n_calls in (("No: ", 0), (f"{begin}{one}{last}\n", 1), (f"{begin}{one}{last} So: ", 1)):
+        content, calls = calls_in(how, before + wrong, ANY_FORM)
+        assert wrong in content
+        assert calls == [("weather", {"city": "Rome"})] * n_calls
+    assert calls_in(how, f"No: {wrong}")[1] == [("weather", {"town": 1})]  # without a grammar, as before
+
+
 def test_a_marker_that_other_tokens_spell_begins_no_optional_call() -> None:
     how = ToolFormat("hermes", _SHAPES["hermes"].markers, {"<tool_call>": 10, "</tool_call>": 11})
     masks = masks_of(how.triggered_grammar(TOOLS) or "")

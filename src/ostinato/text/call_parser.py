@@ -131,6 +131,7 @@ class JsonCalls:
     object of them follows. `known`: a bare object is a call if its name is one of these, and else it is content.
     `form`: how a bare call must begin; without one, it may have its members in any order. `told`: the answer's grammar
     tells calls from text by their marker, so that behind a call, or the list of them, an object without one is content.
+    `outer`: under such a grammar, the markers around a list of calls, outside of which there is none.
     """
 
     def __init__(
@@ -144,8 +145,11 @@ class JsonCalls:
         known: Collection[str] = (),
         form: BareForm | None = None,
         told: bool = False,
+        outer: tuple[str, str] | None = None,
     ) -> None:
         self._openers, self._closers = tuple(openers), tuple(closers)
+        self._first = tuple(openers) if outer is None else outer[:1]  # what begins calls in a text
+        self._last = None if outer is None else outer[1]
         self._new_id, self._known, self._form = new_id, known, form
         self._named = None if named is None else re.compile(rf"{named}\s*(?=\{{)")
         self._state: Literal["start", "text", "calls", "name", "object"] = "start" if bare else "text"
@@ -209,12 +213,12 @@ class JsonCalls:
 
     def _text(self, last: bool) -> list[Delta]:
         """Content up to a marker; trailing blanks are held back, because before a call they mean nothing."""
-        at, opener = min(((self._buffer.find(o), o) for o in self._openers if o in self._buffer), default=(-1, ""))
+        at, opener = min(((self._buffer.find(o), o) for o in self._first if o in self._buffer), default=(-1, ""))
         if at >= 0:
             said, self._buffer = self._buffer[:at].rstrip(), self._buffer[at + len(opener) :]
             self._state, self._in_list, self._is_over = "calls", False, False
             return _content(said)
-        keep = 0 if last else open_end(self._buffer, self._openers)
+        keep = 0 if last else open_end(self._buffer, self._first)
         free = self._buffer[: len(self._buffer) - keep]
         said = free if last else free.rstrip()
         self._buffer = self._buffer[len(said) :]
@@ -236,6 +240,9 @@ class JsonCalls:
                     self._begin(marked=True)
                 else:
                     self._state = "name" if self._named else "text"
+                return []
+            if marker is not None and marker == self._last:
+                self._buffer, self._state = text[len(marker) :], "text"
                 return []
             self._in_list = self._in_list or text[0] == "["
             self._is_over = marker in self._closers or text[0] == "]" or (self._is_over and marker is None)

@@ -239,11 +239,13 @@ class ToolFormat:
             case "nemotron":
                 return JsonCalls(["<TOOLCALL>"], ["</TOOLCALL>"], _call_id, told=told)
             case "deepseek" | "deepseek-fenced":
-                return JsonCalls(_DEEPSEEK[:2], (*_DEEPSEEK[3:], "```"), _call_id, named=_DEEPSEEK_NAME)
+                outer = (_DEEPSEEK[0], _DEEPSEEK[4]) if told else None
+                ends = (*_DEEPSEEK[3:], "```")
+                return JsonCalls(_DEEPSEEK[:2], ends, _call_id, named=_DEEPSEEK_NAME, told=told, outer=outer)
             case "harmony":
                 return JsonCalls([channels.CALL_BEGIN], ["<|call|>"], _call_id, named=_CHANNEL_NAME)
-        ends = [] if form is None else ["}"]  # of the object around the arguments, where those alone are read
-        return JsonCalls(self.markers, ends, _call_id, bare=True, known={tool.name for tool in tools}, form=form)
+        behind = [] if form is None else ["}"]  # of the object around the arguments, where those alone are read
+        return JsonCalls(self.markers, behind, _call_id, bare=True, known={tool.name for tool in tools}, form=form)
 
     def grammar(
         self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool = True, schema: str | None = None
