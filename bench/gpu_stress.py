@@ -605,8 +605,9 @@ def injection(engine: Engine, how: str) -> Callable[[], object]:
         place = torch.as_tensor(tables.table["pages"])
         values = torch.full_like(place, WILD_PAGE, device="cpu")
     source = values.pin_memory() if place.is_cuda else values
-    # A copy from pinned memory needs no multiprocessor, so it arrives while a kernel fills the card.
-    return lambda: place.copy_(source, non_blocking=True)
+    # A copy from pinned memory needs no multiprocessor, so it arrives while a kernel fills the card. Torch counts no
+    # write to `data`: a trigger that compares the counts would report the host, not what a kernel then does.
+    return lambda: place.data.copy_(source, non_blocking=True)
 
 
 def type_of(error: BaseException) -> str:

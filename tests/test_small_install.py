@@ -195,7 +195,7 @@ def test_it_tokenizes_scores_embeds_and_ranks(small: Environment, tiny_gguf: Pat
             r"needs torch, which is not installed; type: \S+ -m pip install 'ostinato\[torch\]'", found[asked]
         )
     assert found["schema"] == "device+stack"
-    assert "needs llguidance" in found["gbnf"]
+    assert "it is in GBNF, which is not supported without llguidance" in found["gbnf"]
     assert re.search(r"llguidance, which is not installed, may follow it; type: \S+ -m pip install", found["unicode"])
 
 
