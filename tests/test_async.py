@@ -138,6 +138,7 @@ def test_a_task_that_is_cancelled_at_any_moment_leaves_no_request_behind(unhurri
     run(work)
 
 
+@pytest.mark.slow
 def test_leaving_a_stream_frees_its_slot(unhurried: LLM) -> None:
     async def work() -> None:
         async with shared(unhurried) as llm:

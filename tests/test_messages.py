@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.core import TyperGroup
 from typer.main import get_command
 
@@ -29,6 +30,7 @@ def texts(source: str) -> Iterator[str]:
                 yield text
 
 
+@pytest.mark.slow
 def test_no_message_cites_a_rule() -> None:
     sources = {str(path.relative_to(PACKAGE)): path.read_text("utf-8") for path in PACKAGE.rglob("*.py")}
     assert [(name, text) for name, source in sources.items() for text in texts(source) if cited(text)] == []

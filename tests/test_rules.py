@@ -193,6 +193,7 @@ def test_the_page_of_decode_mode_has_the_sentences_of_the_table() -> None:
     assert with_invariants("| I-8 | Some of it. | `x` |\n") == f"| I-8 | {RULES['I-8'].holds} | `x` |\n"
 
 
+@pytest.mark.slow
 def test_what_enforces_an_invariant_is_there() -> None:
     """It is named as `folder/file.py`, as `Class`, or as `Class.method` of that very class."""
     known = members()

@@ -51,6 +51,7 @@ def by_llguidance(tiny_gguf: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 def test_the_loop_answers_as_with_masks_of_llguidance_over_schemas_that_people_wrote(
     tiny_llm: LLM, by_llguidance: LLM, schema_data: list[dict[str, Any]]

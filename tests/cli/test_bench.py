@@ -174,6 +174,7 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(ost
     assert "pip install 'ostinato[lab]'" in ran.err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib, the extra `lab`")
 def test_the_ladder_is_drawn(ostinato: RunCli, tmp_path: Path) -> None:
     ran = ostinato(*TINY, "--batch", "1,2", "--plot", tmp_path / "ladder.png")

@@ -31,6 +31,7 @@ def test_a_prediction_of_the_impossible_is_refused(ostinato: RunCli) -> None:
     assert "there must be a kernel at least" in ran.err
 
 
+@pytest.mark.slow
 def test_a_sweep_prints_tables_and_one_line_of_json(ostinato: RunCli) -> None:
     ran = ostinato("lab", "sweep", "--over", "kernels", "--values", "1,3", *SMALL)
     assert ran.code == 0, ran.err

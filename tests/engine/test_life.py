@@ -145,6 +145,7 @@ def test_whoever_waits_for_room_when_an_engine_closes_is_told() -> None:
     assert len(told) == 1
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_dropped_ends_by_itself() -> None:
     before = our_threads()
     engine = open_engine(context=LONG)

@@ -77,6 +77,7 @@ def test_eager_and_the_twin_of_the_loop_leave_the_same_bytes_everywhere() -> Non
         driver.runner.close()
 
 
+@pytest.mark.slow
 def test_a_request_decodes_the_same_in_any_slot_and_among_any_neighbours() -> None:
     """E-45, E-70."""
     model = random_model("kv")

@@ -408,6 +408,7 @@ def bare_texts(draw: st.DrawFn) -> str:
     return draw(st.sampled_from(before)) + between.join(one() for _ in range(draw(st.integers(1, 2))))
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @settings(max_examples=soak(10_000, part=20), deadline=None)
 @given(how=st.sampled_from(BARE), text=bare_texts())

@@ -92,6 +92,7 @@ def taken(checkpoint: Any, reference: Matrices | ExpertMatrices, *, wide: bool =
     return tiles
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     type=st.sampled_from(TILE_TYPES),

@@ -116,6 +116,7 @@ def test_every_batch_is_judged_as_the_rules_say() -> None:
     assert reached == {"ok", "empty", "n_seq_max", "token_range", "shape", "pos_decreasing"} | ids | position
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @settings(max_examples=soak(1_000), derandomize=True, deadline=None)
 @given(st.lists(st.sets(st.integers(0, 255), min_size=1, max_size=6), min_size=1, max_size=8), st.booleans())

@@ -105,6 +105,7 @@ def test_every_split_is_what_the_rules_say(both: tuple[CleanBatch, Clean], calls
     assert (splitter.n_used, splitter.complete) == (len(slow.used), len(slow.used) == batch.n_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @settings(max_examples=soak(2_000), derandomize=True, deadline=None)
 @given(both=batches(), call=CALLS)
