@@ -2,7 +2,8 @@
 
 A vocabulary of random words with every byte stands in for a model's, whose weights are random too. The same requests
 are answered by the loop, from automata in the device's memory, and by an engine without that memory, whose host
-computes the masks. Each is a check for both modes in which the device goes from step to step by itself.
+computes the masks. Each is a check for both modes in which the device goes from step to step by itself; tokens are
+compared in the other modes too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import cache, partial
 from typing import Any, Final
 
 from bench.gpu_calls import counters
-from bench.gpu_frame import Ended, Job, Outcome, Record, Setting
+from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting
 from bench.gpu_models import TAPE, kv_type_of, model_on, settled_for
 from bench.gpu_stress import judge_stopped, proofs, run_stopped, stopped_request
 from bench.structured import SCHEMA
@@ -103,6 +104,8 @@ def _told(request: Request) -> list[object]:
 
 
 def judge_tokens(setting: Setting, ended: Sequence[Ended], name: str) -> list[Outcome]:
+    if not ended:
+        return [Outcome("SKIP", name, "this mode is CUDA's")]
     found = ended[0].of("tokens")[0]
     good = found["wrong"] == found["wrong_at_once"] == 0 and "host" not in found["paths"]
     value = (
@@ -221,6 +224,10 @@ def _tokens_jobs(setting: Setting, mode: str) -> list[Job]:
     return [Job("grammar_tokens", _words(setting, mode, "smollm2-135m", n_tokens=200 if setting.on_gpu else 40), 150)]
 
 
+def _host_paced_jobs(mode: str, setting: Setting) -> list[Job]:
+    return _tokens_jobs(setting, mode) if setting.on_gpu or mode == "eager" else []  # graphs are CUDA's
+
+
 def _launches_jobs(setting: Setting, mode: str) -> list[Job]:
     n_tokens = 500 if setting.on_gpu else 40
     return [Job("grammar_launches", _words(setting, mode, "smollm2-135m", n_tokens=n_tokens), 120)]
@@ -252,4 +259,9 @@ _PROOFS: Final = (
     proofs("pace", _speed_jobs, judge_speed, part="grammar"),
 )
 
-CHECKS: Final = tuple(proof[mode] for mode in ("loop", TAPE) for proof in _PROOFS)
+# The modes that the host paces are compared once: they launch the kernels of `loop`.
+_HOST_PACED: Final = tuple(
+    Check("grammar", f"tokens-{mode}", partial(_host_paced_jobs, mode), partial(judge_tokens, name=f"tokens-{mode}"))
+    for mode in ("eager", "graph")
+)
+CHECKS: Final = (*(proof[mode] for mode in ("loop", TAPE) for proof in _PROOFS), *_HOST_PACED)
