@@ -68,7 +68,7 @@ docs: $(DEV)  # the reference of the Python API, as HTML
 	@$(BIN)/python -m tests.reference build/docs
 
 test-gpu: $(DEV)  # compares CUDA with the CPU
-	for part in exact speed stress tape lab grammar; do $(BIN)/python -m bench.gpu_check --part $$part || exit 1; done
+	for part in exact speed stress tape lab grammar lessons; do $(BIN)/python -m bench.gpu_check --part $$part || exit 1; done
 
 # With objects of the CPU loop for every level of CPU, made by zig for glibc 2.28; OSTINATO_WHEEL_OBJECTS=0 leaves them out.
 wheel: $(SMALL)  # builds a wheel for each architecture into dist

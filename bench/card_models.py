@@ -99,7 +99,8 @@ def tiny_models() -> Mapping[str, Shape]:
 
 
 def _of_families() -> Iterator[tuple[str, Shape]]:
-    from tests.families import read, samples
+    from tests.families import samples
+    from tests.models.stated import read
 
     for family, own in samples().items():
         for number, kind in enumerate(dict.fromkeys(one.kind for one in own if _runs(one.shape))):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench import chaos_loop, chaos_server
-from bench.chaos_held import Held, told
+from bench.chaos_held import Held, quarters, told
 from bench.note import as_json, command, versions
 
 SECONDS: Final = 2700.0
@@ -37,12 +37,14 @@ def _say(title: str, counts: Mapping[str, int]) -> None:
 
 def _say_held(samples: Mapping[str, Sequence[Held]]) -> None:
     for name, some in samples.items():
-        print(f"  {name} held at first, in the middle and last: {told(some)}", flush=True)
+        print(f"  {name} held, by quarters of its life: {told(some)}", flush=True)
 
 
-def _first_and_last(samples: Mapping[str, Sequence[Held]]) -> dict[str, Any]:
+def _lives(samples: Mapping[str, Sequence[Held]]) -> dict[str, Any]:
     return {
-        name: [some[at]._asdict() for at in (0, len(some) // 2, -1)] for name, some in samples.items() if len(some) > 0
+        name: {"n": len(some), "rss": quarters(some), "first": some[0]._asdict(), "last": some[-1]._asdict()}
+        for name, some in samples.items()
+        if some
     }
 
 
@@ -66,7 +68,7 @@ def server(seconds: float, seed: int) -> tuple[dict[str, Any], list[str]]:
     else:
         shutil.rmtree(folder)
     facts = {title: dict(counts) for title, counts in parts.items()}
-    return {"seconds": round(report.seconds, 1), **facts, "held": _first_and_last(report.samples)}, report.wrong
+    return {"seconds": round(report.seconds, 1), **facts, "held": _lives(report.samples)}, report.wrong
 
 
 def loop(n: int, seed: int) -> tuple[dict[str, Any], list[str]]:
@@ -81,7 +83,7 @@ def loop(n: int, seed: int) -> tuple[dict[str, Any], list[str]]:
         _say_held({"the process": report.samples})
         total += report.counts
         wrong += [f"{kind}: {what}" for what in report.wrong]
-        held = _first_and_last({"process": report.samples})
+        held = _lives({"process": report.samples})
         facts[kind] = {"seconds": round(report.seconds, 1), "counts": dict(report.counts), "held": held}
     _say("loop, in all", total)
     return {**facts, "all": dict(total)}, wrong

@@ -32,6 +32,8 @@ from ostinato.serve.settings import ServeOptions
 from ostinato.serve.supervisor import YOUNG_S
 from tests.cli import tiny_model
 
+ROOT: Final = Path(__file__).resolve().parents[1]
+
 MODELS: Final = ("one", "two", "three")
 MOST_LOADED: Final = 2
 CALM_MODELS: Final = MODELS[:MOST_LOADED]
@@ -39,6 +41,7 @@ CONTEXT, SLOTS, KEPT_RESPONSES = 8192, 2, 50
 SILENT_S: Final = 4.0  # until the supervisor kills a process that says nothing
 N_HONEST, N_HARMFUL = 4, 2
 STORM_SHARE: Final = 0.6  # of the time
+SAMPLE_S: Final = 2.0
 QUIET_S: Final = 60.0  # for a round's last requests, restarts and connections
 START_S: Final = 120.0
 LEFT_S: Final = 10.0  # for the processes of its processes to notice its end
@@ -97,13 +100,20 @@ class Server:
             models_max=MOST_LOADED,
             keep_responses=KEPT_RESPONSES,
         )
+        paths = [str(ROOT), os.environ.get("PYTHONPATH")]  # `python_command` leaves the current folder out
         self._read = 0  # bytes of the log
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 python_command("-m", "bench.chaos_supervisor", options.to_json(), str(SILENT_S)),
                 stdout=subprocess.DEVNULL,
                 stderr=log,
-                env={**os.environ, "TMPDIR": str(self.temporary)},
+                env={
+                    **os.environ,
+                    "TMPDIR": str(self.temporary),
+                    "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                    # With an arena for each thread, what glibc keeps of bodies of megabytes would hide a leak.
+                    "MALLOC_ARENA_MAX": "1",
+                },
             )
         self.lines: list[str] = []
         self.port = 0
@@ -367,6 +377,7 @@ class Chaos:
                 self._wrong(f"{key}: {found.kind} of {name} after the storm: {found.text[:300]}")
         await self._quiet()
         self._calm_pids = self._server.processes()
+        self._sample(self._calm_pids)
 
     async def _one_round(self, seconds: float, *, storm: bool) -> None:
         self._round += 1
@@ -376,8 +387,7 @@ class Chaos:
         asked: list[Asked] = []
         clients = [self._honest(number, models, until, asked) for number in range(N_HONEST)]
         clients += [self._harmful(number, models, until, storm=storm) for number in range(N_HARMFUL)]
-        if storm:
-            clients.append(self._storm(until))
+        clients.append(self._storm(until) if storm else self._samples(until))
         await asyncio.gather(*clients)
         await self._quiet()
         self._check_log(asked, storm=storm)
@@ -531,11 +541,20 @@ class Chaos:
             if known is None or not storm:
                 self._wrong(f"a process ended: {line[:300]}")
 
+    async def _samples(self, until: float) -> None:
+        """What the processes of the calm hold while they answer."""
+        while time.monotonic() < until:
+            self._sample(self._calm_pids)
+            await asyncio.sleep(SAMPLE_S)
+
     def _check_processes(self) -> None:
         """In the calm the same processes go on, and what they hold is noted."""
         pids = self._server.processes()
         if pids != self._calm_pids:
             self._wrong(f"the processes were {self._calm_pids}, and are {pids}, without a fault")
+        self._sample(pids)
+
+    def _sample(self, pids: Sequence[int]) -> None:
         names = ["supervisor", "front", *(f"worker {number}" for number in range(1, len(pids) - 1))]
         for name, pid in zip(names, pids, strict=False):
             if (sample := held(pid)) is not None:

@@ -1,10 +1,11 @@
 """Is the decode loop right, fast and sturdy on a GPU? For machines with one; CI has none.
 
-    python -m bench.gpu_check --part exact|speed|stress|tape|lab|grammar [--only NAME] [--as sm_89] [--model FILE]
-                              [--seconds 580] [--out FOLDER]
+    python -m bench.gpu_check --part exact|speed|stress|tape|lab|grammar|lessons [--only NAME] [--as sm_89]
+                              [--model FILE] [--seconds 580] [--out FOLDER]
 
 `exact`: the modes give the same bits, in every family and weight type, and 1,000 random trials show that a request's
-bits do not depend on its neighbours. `speed`: decode, prefill, first token and graph memory beside their bars.
+bits do not depend on its neighbours, nor, of recurrent models, on the snapshots that prompts begin at. `speed`: decode,
+prefill, first token and graph memory beside their bars.
 `stress`: no host work per token, nothing allocated, a stopped process, busy cores, a fault, engines by the hundred; a
 check for `loop` and one for `persistent` each (`--only calls-persistent`).
 `tape`: exactness and speed of the persistent kernel (`bench/gpu_tape.py`), and prompts that read its tape
@@ -14,6 +15,8 @@ without it a shape's are, or the check is skipped.
 the engine's own step in every mode, and a `DecodeSession` by hand (`bench/gpu_lab.py`).
 `grammar`: answers under grammars have the tokens of the host's masks, as many launches as free ones, no gap while the
 process is stopped, and nearly the pace of free ones (`bench/gpu_grammars.py`).
+`lessons`: on a GPU, single lessons (E) that tests show without one: attacks on decode mode, captures that fail,
+the real server (`bench/gpu_lessons.py`).
 `--as sm_89` runs a part as if the GPU were a smaller one (OSTINATO_CHIP): tiles fit its memory, and kernels are made
 for its instructions and assembled for the GPU that is there.
 Checks of single lessons (E, docs/rules.md) are in the part nearest to them (`bench/gpu_executor.py`).
@@ -42,13 +45,14 @@ from bench.gpu_frame import ROOT, Check, Outcome, Setting, run_checks, serve_chi
 from bench.note import as_json, commit, cpu_name, versions
 
 CHIPS: Final = ("sm_80", "sm_86", "sm_87", "sm_89")  # whose code and memory a Hopper has
-PARTS: Final = ("exact", "speed", "stress", "tape", "lab", "grammar")
+PARTS: Final = ("exact", "speed", "stress", "tape", "lab", "grammar", "lessons")
 SECONDS: Final = 580.0
 QUESTIONS: Final = {
     "exact": "does the decode loop give the same bits on a GPU, whatever the mode and the company?",
     "speed": "how fast is the decode loop on a GPU, beside its bars, llama.cpp and the memory's limit?",
     "tape": "is the persistent kernel right, does it lose nothing, and how fast is it beside its bars?",
     "grammar": "do answers under grammars need nothing of the host, and are they as fast as free ones?",
+    "lessons": "does what tests show of single lessons without a GPU hold on one?",
     "lab": "does the laboratory measure right, and is its persistent kernel as fast as is asked of it?",
     "stress": "does the decode loop need nothing of the host per token, and does it stand what may happen to it?",
 }
@@ -123,9 +127,19 @@ def _n_beside(device: str) -> int:
 
 
 def _modules() -> tuple[Any, ...]:
-    from bench import gpu_exact, gpu_executor, gpu_grammars, gpu_lab, gpu_prompts, gpu_speed, gpu_stress, gpu_tape
+    from bench import (
+        gpu_exact,
+        gpu_executor,
+        gpu_grammars,
+        gpu_lab,
+        gpu_lessons,
+        gpu_prompts,
+        gpu_speed,
+        gpu_stress,
+        gpu_tape,
+    )
 
-    return gpu_exact, gpu_speed, gpu_stress, gpu_executor, gpu_tape, gpu_prompts, gpu_lab, gpu_grammars
+    return gpu_exact, gpu_speed, gpu_stress, gpu_executor, gpu_tape, gpu_prompts, gpu_lab, gpu_grammars, gpu_lessons
 
 
 def _checks() -> tuple[Check, ...]:

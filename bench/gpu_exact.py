@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,7 @@ import torch
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting
 from bench.gpu_models import (
     ON_CPU,
+    SMALL,
     TAPE,
     kv_type_of,
     model_named,
@@ -31,6 +33,7 @@ from bench.gpu_models import (
     settled_for,
 )
 from ostinato.backends import base
+from ostinato.backends.base import CHUNK_ROWS
 from ostinato.backends.torch.model import Model
 from ostinato.cache.groups import one_group
 from ostinato.engine.choose import why_not_model
@@ -44,12 +47,12 @@ from ostinato.lab.random_weights import DTYPES, MIXES
 from ostinato.models.blocks import Attention
 from ostinato.models.registry import read_shape
 from ostinato.options import KVType, Sampling
-from tests.backends.families import FAMILIES, LATENT, RECURRENT
 from tests.built import build_model
 
 Witness = tuple[int, str, tuple[tuple[int, str], ...], int, str | None]
 
-N_TRIALS: Final = 1_000
+N_TRIALS: Final = 1_000  # beside those of recurrent models
+ROOM: Final = 2_048  # positions of a recurrent model's context: prompts are longer than a chunk, as snapshots need
 WINDOW: Final = 70  # positions; more than a page, and no whole number of them
 MOST_SHOWN: Final = 20
 LARGE: Final = (("llama-1b", "bf16"), ("llama-1b", "q4_k_m"), ("llama-8b", "bf16"), ("llama-8b", "q4_k_m"))
@@ -234,6 +237,8 @@ def sizes_of(model: Model, device: str) -> Sizes:
     lengths = ((1, 8), (page - 3, page + 3), (2 * page - 2, 2 * page + 9), (page, 3 * page))
     if context >= 1024 and device != "cpu":
         lengths = (*lengths, (500, 700))
+    elif model.shape.recurrent:
+        lengths = (*lengths, (CHUNK_ROWS["cpu"] + 1, CHUNK_ROWS["cpu"] + 80))
     # Fewer pages than all of them would like: some wait, some are topped up, what was kept of prompts is given away.
     one = -(-context // page)
     return Sizes(lengths, 24 if device != "cpu" else 6, 10, context, 8, 3 * one)
@@ -253,10 +258,14 @@ def trials(
 ) -> Iterator[Record]:
     """Groups of requests that arrive at random, each compared with its run alone.
 
+    A recurrent model's prompts share their beginnings with others, and some are an earlier prompt and what follows it:
+    both begin at snapshots of its states.
     `windows`: the layers that see a window, "every second" or "all"; answers are then as long as several windows.
     """
     model = model_on(name, type, device)
-    chance, sizes = random.Random(seed), sizes_of(model, device)
+    if recurs := bool(model.shape.recurrent):
+        model = replace(model, shape=replace(model.shape, context=ROOM))
+    chance, sizes, earlier = random.Random(seed), sizes_of(model, device), deque[list[int]](maxlen=8)
     if windows is not None:
         model, sizes = windowed(model, every=1 if windows == "all" else 2), replace(sizes, most=300)
     kv: KVType = kv_type or kv_type_of(type)
@@ -275,6 +284,9 @@ def trials(
         began = time.perf_counter()
         while counts["trials"] < n and time.perf_counter() - began < seconds and len(wrong) < MOST_SHOWN:
             cases = [_case(chance, bases, model.shape.vocab, sizes) for _ in range(chance.randint(1, sizes.group))]
+            if recurs:
+                cases = [_next_turn(chance, case, earlier, sizes) for case in cases]
+                earlier += [case.prompt for case in cases]
             requests, answers = _together(crowd, cases)
             for number, (case, request, found) in enumerate(zip(cases, requests, answers, strict=True)):
                 expected = witnesses(alone.submit(case.prompt, case.sampling))
@@ -296,6 +308,7 @@ def trials(
     yield {
         "what": "trials",
         "model": f"{name} {type}" + (f" kv {kv_type}" if kv_type else "") + (f" windows {windows}" if windows else ""),
+        "recurs": recurs,
         "wanted": n,
         **counts,
         "wrong": wrong,
@@ -360,6 +373,14 @@ def _case(chance: random.Random, bases: Sequence[list[int]], vocab: int, sizes: 
     return Case(prompt, sampling, chance.choice((0.0, 0.0, chance.uniform(0, 0.003))), cancel)
 
 
+def _next_turn(chance: random.Random, case: Case, earlier: Sequence[list[int]], sizes: Sizes) -> Case:
+    """The case, or the same with an earlier prompt before the beginning of its own."""
+    if not earlier or chance.random() < 0.7:
+        return case
+    prompt = [*chance.choice(earlier), *case.prompt[: chance.randint(1, 20)]]
+    return replace(case, prompt=prompt) if len(prompt) + sizes.most < sizes.context else case
+
+
 def _diagnosis(alone: Engine, crowd: Engine, case: Case, expected: list[Witness]) -> str:
     """Which of the things that differ between the two runs it takes to be different."""
     twice = first_difference(expected, witnesses(alone.submit(case.prompt, case.sampling))) is None
@@ -372,10 +393,13 @@ def judge_trials(setting: Setting, ended: Sequence[Ended], name: str) -> list[Ou
     records = [record for one in ended for record in one.of("trials")]
     wrong = [f"{one.job.words['name']} {one.job.words['type']}: {one.error}" for one in ended if one.error is not None]
     wrong += [f"{record['model']}: {text}" for record in records for text in record["wrong"]]
+    recurrent = [record for record in records if record["recurs"]]
+    wrong += [f"{r['model']}: no request began at a snapshot of its states" for r in recurrent if not r["cached"]]
     total = {key: sum(r[key] for r in records) for key in ("trials", "requests", "cached", "cancelled", "tokens")}
+    snapshots = f", {sum(r['cached'] for r in recurrent)} of them of recurrent models" if recurrent else ""
     value = (
-        f"{total['trials']} trials, {total['requests']} requests ({total['cached']} with a prefix hit, "
-        f"{total['cancelled']} cancelled), {total['tokens']} tokens: {len(wrong)} mismatches"
+        f"{total['trials']} trials, {total['requests']} requests ({total['cached']} with a prefix hit{snapshots}, "
+        f"{total['cancelled']} cancelled), {total['tokens']} tokens: {len(wrong)} wrong"
     )
     if wrong:
         value += ": " + " || ".join(wrong[:5])
@@ -511,7 +535,7 @@ def _empty_cache(device: str) -> None:
 
 def _family_jobs(setting: Setting) -> list[Job]:
     types = ["f32", "bf16"] if setting.on_gpu else ["f32"]
-    return [Job("verify", {"name": name, "types": types}, 200) for name in (*FAMILIES, *RECURRENT, *LATENT)]
+    return [Job("verify", {"name": name, "types": types}, 200) for name in SMALL]
 
 
 def _type_jobs(setting: Setting) -> list[Job]:
@@ -566,7 +590,7 @@ def _judge_model(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
 
 def _trial_jobs(setting: Setting) -> list[Job]:
     if not setting.on_gpu:
-        small = (("tiny", "f32", 12), ("gemma2", "f32", 8))
+        small = (("tiny", "f32", 12), ("gemma2", "f32", 8), ("falcon-h1", "f32", 8))
         return [
             Job("trials", {"name": name, "type": type, "n": n, "seed": 1, "seconds": 60.0}) for name, type, n in small
         ]
@@ -580,6 +604,7 @@ def _trial_jobs(setting: Setting) -> list[Job]:
         ("llama-1b", "q4_k_m", 30, None),
     )
     assert sum(n for _, _, n, _ in wanted) == N_TRIALS
+    wanted += tuple((name, "bf16", 50, None) for name in ("mamba2", "falcon-h1", "qwen35", "lfm2", "qwen35-moe"))
     return [
         Job("trials", {"name": name, "type": type, "n": n, "seed": 1, "seconds": 120.0, "kv_type": kv}, 240)
         for name, type, n, kv in wanted
@@ -590,9 +615,12 @@ def _window_jobs(setting: Setting) -> list[Job]:
     type, n, modes = ("bf16", 40, ("loop", TAPE)) if setting.on_gpu else ("f32", 6, ("loop",))
     given = {"name": "tiny", "type": type, "n": n, "seed": 2, "seconds": 60.0}
     return [
-        Job("trials", {**given, "mode": mode, "windows": windows}, 240)
-        for mode in modes
-        for windows in ("every second", "all")
+        *(
+            Job("trials", {**given, "mode": mode, "windows": windows}, 240)
+            for mode in modes
+            for windows in ("every second", "all")
+        ),
+        Job("trials", {**given, "name": "falcon-h1", "windows": "every second"}, 240),
     ]
 
 

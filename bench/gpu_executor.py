@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import re
 import shutil
 import statistics
@@ -30,7 +29,7 @@ from typing import Any, Final
 import torch
 
 from bench.gpu_frame import MARK, ROOT, Check, Ended, Job, Outcome, Record, Setting, Verdict, child_environment
-from bench.gpu_models import TAPE, kv_type_of, model_on, modes_of, place, settled_for
+from bench.gpu_models import TAPE, kv_type_of, model_on, modes_of, place, random_ids, settled_for
 from ostinato.backends.base import PAGE_TOKENS, ChunkPart, Settled
 from ostinato.backends.machine import kind_of
 from ostinato.backends.runner import Runner
@@ -48,7 +47,7 @@ from ostinato.lab.bench import Bench, read_bandwidth, why_not_profiled
 from ostinato.lab.random_weights import RandomFile
 from ostinato.loop.guard import Guard
 from ostinato.loop.memory import ALIGNMENT
-from ostinato.loop.plan import Node
+from ostinato.loop.plan import Node, Plan
 from ostinato.models.named_shapes import SHAPES
 from ostinato.models.registry import read_shape
 from ostinato.models.tensors import TensorTable
@@ -69,18 +68,14 @@ N_FIRST: Final = 200
 SHARPER: Final = 4.0  # logits of random weights are flat; a text drawn from sharper ones is worth predicting
 
 
-def _ids(model: Model, n: int, seed: int = 1) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(model.shape.vocab) for _ in range(n)]
-
-
 def _engine(model: Model, type: str, *, mode: str = "loop", context: int = 2048) -> Engine:
     return Engine(model, settled_for(model, mode, n_slots=8, context=context, kv_type=kv_type_of(type)))
 
 
-def _by_hand(
+def by_hand(
     model: Model, type: str, *, mode: str, context: int, n_slots: int = 8, kv_type: KVType | None = None
 ) -> LoopDriver:
+    """A driver of a new loop, which the caller closes."""
     n_pages = n_slots * -(-context // PAGE_TOKENS[model.device.type])
     kv = kv_type or kv_type_of(type)
     settled = settle_model(model, mode, context=context, n_pages=n_pages, n_slots=n_slots, kv_type=kv)
@@ -120,6 +115,8 @@ def ahead(device: str, *, name: str, type: str) -> Iterator[Record]:
 
 
 def judge_ahead(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
+    if not ended:
+        return [Outcome("SKIP", "ahead", "runs on a GPU only")]
     records = [record for one in ended for record in one.of("ahead")]
     outcomes = []
     for record in records:
@@ -138,11 +135,11 @@ def captures(device: str, *, name: str, type: str, n_tokens: int, runs: int) -> 
     """The nodes of captured steps; then captures that break, in two ways, and the pace of `eager` around them."""
     model = model_on(name, type, device)
     for mode in modes_of(device)[1:]:
-        with closing(_by_hand(model, type, mode=mode, context=256)) as driver:
+        with closing(by_hand(model, type, mode=mode, context=256)) as driver:
             start, plan = driver.runner.start, driver.runner.plan
             n_nodes = getattr(start, "n_nodes", None)
             yield {"what": "nodes", "mode": mode, "n_nodes": n_nodes, "n_launches": plan.n_launches}
-    with closing(_by_hand(model, type, mode="eager", context=n_tokens + 64, n_slots=1)) as driver:
+    with closing(by_hand(model, type, mode="eager", context=n_tokens + 64, n_slots=1)) as driver:
         before = _pace(driver, model, n_tokens, runs)
         errors = [_broken_capture(driver.runner, how) for how in ("raises", "asks")] if device != "cpu" else []
         after = _pace(driver, model, n_tokens, runs)
@@ -154,7 +151,7 @@ def _pace(driver: LoopDriver, model: Model, n_tokens: int, runs: int) -> list[fl
     rates, tokens = [], None
     for _ in range(runs + 1):
         driver.forget()
-        driver.admit(0, _ids(model, 16), most=n_tokens)
+        driver.admit(0, random_ids(model, 16), most=n_tokens)
         driver.synchronize()
         started = time.perf_counter()
         driver.run()
@@ -166,10 +163,8 @@ def _pace(driver: LoopDriver, model: Model, n_tokens: int, runs: int) -> list[fl
     return rates[1:]
 
 
-def _broken_capture(runner: Runner, how: str) -> Record:
-    """A capture of this loop's own step with a node in its middle that may not be captured; both kinds of graphs."""
-    from ostinato.backends.cuda.graph import CudaGraph
-    from ostinato.backends.cuda.while_graph import WhileGraph
+def broken_node(plan: Plan, how: str) -> Plan:
+    """A plan with a node in its middle that may not be captured: it `raises`, or `asks` what the driver refuses."""
 
     def breaks() -> None:
         if not torch.cuda.is_current_stream_capturing():
@@ -178,12 +173,20 @@ def _broken_capture(runner: Runner, how: str) -> Record:
             raise RuntimeError("broken on purpose")
         torch.cuda.current_stream().synchronize()  # which the driver refuses, and the capture is spoiled
 
-    nodes = list(runner.plan.nodes)
+    nodes = list(plan.nodes)
     nodes.insert(len(nodes) // 2, Node("breaks", "test", breaks, (), ()))
-    plan = replace(runner.plan, nodes=tuple(nodes))
+    return replace(plan, nodes=tuple(nodes))
+
+
+def _broken_capture(runner: Runner, how: str) -> Record:
+    """A capture of this loop's own step with a node in its middle that may not be captured; both kinds of graphs."""
+    from ostinato.backends.cuda.graph import CudaGraph
+    from ostinato.backends.cuda.while_graph import WhileGraph
+
+    plan = broken_node(runner.plan, how)
     said: Record = {}
     for kind in (CudaGraph, WhileGraph):
-        start = kind(plan, runner.tables, Guard())
+        start = kind(plan, runner._shared, Guard())
         try:
             start.build()
             said[kind.name] = "nothing was wrong"
@@ -233,7 +236,7 @@ def small_job(device: str, *, mode: str, name: str = "llama", watched: bool = Fa
         model, "bf16" if device != "cpu" else "f32", mode=mode, context=min(256, model.shape.context)
     ) as engine:
         drawn = replace(GREEDY, temperature=0.8, top_k=20, top_p=0.9, seed=5, max_tokens=6, ignore_eos=True, logprobs=3)
-        requests = [engine.submit(_ids(model, n, n), drawn) for n in (1, 40, 70)]
+        requests = [engine.submit(random_ids(model, n, n), drawn) for n in (1, 40, 70)]
         n_tokens = sum(len(list(request)) for request in requests)
     yield {"what": "small_job", "mode": mode, "n_tokens": n_tokens}
 
@@ -313,8 +316,9 @@ def judge_sanitized(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
         elif found["n_tokens"] and _has_no_errors(found["summary"]):
             outcomes.append(Outcome("PASS", name, value, "no errors", found))
         elif (found["tool"], found["mode"]) == ("memcheck", "loop") and _has_no_errors(found["summary"]):
-            # It does so for any WHILE graph of ours: the tool reports nothing, and the launch fails under it.
-            outcomes.append(Outcome("SKIP", name, f"memcheck cannot run a WHILE graph: {found['tail'][-200:]}"))
+            # On two of three days the launch of the WHILE graph failed under the tool, which reported nothing.
+            text = f"its launch failed under the tool, which reports no error: {found['tail'][-200:]}"
+            outcomes.append(Outcome("MISS", name, text, "a launch that succeeds", found))
         else:
             text = f"{value}; {' || '.join(found['first'])}; {found['tail']}"
             outcomes.append(Outcome("FAIL", name, text, "no errors", found))
@@ -467,14 +471,14 @@ def long_prompt(device: str, *, name: str, type: str, lengths: Sequence[int]) ->
     """The most that torch holds while a prompt of each length runs, without the keys and values it was opened with."""
     model = model_on(name, type, device)
     for n in lengths:
-        with closing(_by_hand(model, type, mode="eager", context=n + 64, n_slots=1)) as driver:
+        with closing(by_hand(model, type, mode="eager", context=n + 64, n_slots=1)) as driver:
             runner = driver.runner
             n_pages = runner.settled.n_pages
             kv = n_pages * page_bytes(model.shape, kv_type_of(type), runner.page_tokens)
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             opened = torch.cuda.memory_allocated()
-            driver.prefill(0, _ids(model, n), list(range(n_pages)))
+            driver.prefill(0, random_ids(model, n), list(range(n_pages)))
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated()
         del driver, runner
@@ -516,7 +520,7 @@ def kv_error(device: str, *, name: str, type: str, n_tokens: int) -> Iterator[Re
 
 def drawn_text(model: Model, n_tokens: int) -> list[int]:
     """A text that the model itself has drawn, keys and values in full width."""
-    with closing(_by_hand(model, "f32", mode="eager", context=n_tokens + 16, n_slots=1, kv_type="f32")) as driver:
+    with closing(by_hand(model, "f32", mode="eager", context=n_tokens + 16, n_slots=1, kv_type="f32")) as driver:
         driver.admit(0, [1], most=n_tokens - 1, sampling=replace(GREEDY, temperature=1.0, seed=11))
         driver.run()
         return [1, *(entry.token for entry in driver.entries if entry.token is not None)]
@@ -525,7 +529,7 @@ def drawn_text(model: Model, n_tokens: int) -> list[int]:
 def perplexity(model: Model, kv_type: KVType, text: Sequence[int]) -> float:
     """Of a text, from its third token on: each step takes in the text's own token, whatever it chose itself."""
     losses = []
-    with closing(_by_hand(model, "f32", mode="eager", context=len(text) + 16, n_slots=1, kv_type=kv_type)) as driver:
+    with closing(by_hand(model, "f32", mode="eager", context=len(text) + 16, n_slots=1, kv_type=kv_type)) as driver:
         logits = driver.runner.plan.buffer("logits").tensor
         driver.admit(0, text[:1], most=len(text) + 8)
         driver.step()  # admits
@@ -624,10 +628,10 @@ def judge_bandwidth(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
 def prompt_graphs(device: str, *, name: str, type: str, n_tokens: int = 512, runs: int = 7) -> Iterator[Record]:
     """A prompt's chunk from its graph, and node by node; and a recurrent step in `graph` and in `eager`."""
     model = model_on(name, type, device)
-    with closing(_by_hand(model, type, mode="eager", context=n_tokens + 64, n_slots=1)) as driver:
+    with closing(by_hand(model, type, mode="eager", context=n_tokens + 64, n_slots=1)) as driver:
         runner, cuda = driver.runner, _cuda()
         prefill: Any = runner.chunks
-        tokens, pages = _ids(model, n_tokens), list(range(runner.settled.n_pages))
+        tokens, pages = random_ids(model, n_tokens), list(range(runner.settled.n_pages))
         side: Any = runner.start.side  # type: ignore[attr-defined]  # a start on CUDA has one
         times: dict[str, float] = {}
         graphs = dict(prefill._graphs)
@@ -649,7 +653,7 @@ def prompt_graphs(device: str, *, name: str, type: str, n_tokens: int = 512, run
     recurrent = model_on("mamba2", "f32", device)
     paces = {}
     for mode in ("eager", "graph"):
-        with closing(_by_hand(recurrent, "f32", mode=mode, context=128, n_slots=2)) as driver:
+        with closing(by_hand(recurrent, "f32", mode=mode, context=128, n_slots=2)) as driver:
             paces[mode] = statistics.median(_pace(driver, recurrent, 64, 3))
     yield {"what": "recurrent", "tok_s": paces}
 
@@ -687,10 +691,10 @@ def first_tokens(device: str, *, name: str, type: str, n: int, n_prompt: int) ->
     short = replace(GREEDY, max_tokens=3, ignore_eos=True)
     with _engine(model, type, context=min(1024, model.shape.context)) as engine:
         for seed in range(5):
-            list(engine.submit(_ids(model, n_prompt, seed), short))
+            list(engine.submit(random_ids(model, n_prompt, seed), short))
         before, waits = engine.stats().instantiations, []
         for seed in range(n):
-            prompt = _ids(model, n_prompt, 100 + seed)
+            prompt = random_ids(model, n_prompt, 100 + seed)
             started = time.perf_counter()
             request = engine.submit(prompt, short)
             next(request)
@@ -731,7 +735,7 @@ def phases(device: str, *, name: str, type: str, depth: int, n_steps: int) -> It
             gaps = []
             for seed in range(3):
                 asked = replace(GREEDY, max_tokens=n_steps + 2, ignore_eos=True)
-                times = [token.time_ns for token in engine.submit(_ids(model, depth, seed), asked)]
+                times = [token.time_ns for token in engine.submit(random_ids(model, depth, seed), asked)]
                 gaps.append((times[-1] - times[1]) / (len(times) - 2) / 1e3)
         kinds = {kind.kind: round(kind.microseconds, 2) for kind in found.kinds}
         yield {
@@ -772,13 +776,12 @@ def fusions(device: str, *, name: str, type: str, depth: int, n_tokens: int, run
     from ostinato.backends.cuda.launch import launches_in
     from ostinato.backends.cuda.plan import FusedPlan, Fusions
     from ostinato.backends.cuda.ready import compile_missing
-    from ostinato.backends.torch.kernels import twin_kernels
 
     model = model_on(name, type, device)
-    kernels = twin_kernels() if device == "cpu" else triton_kernels(gpu.chip_of(device))
+    kernels = triton_kernels(gpu.chip_of(device))
     for off in (None, *(field.name for field in fields(Fusions))):
         chosen = Fusions() if off is None else replace(Fusions(), **{off: False})
-        with closing(_by_hand(model, type, mode="loop", context=depth + n_tokens + 64, n_slots=1)) as driver:
+        with closing(by_hand(model, type, mode="loop", context=depth + n_tokens + 64, n_slots=1)) as driver:
             runner = driver.runner
             plan = FusedPlan(model, runner.memory, runner.tables, runner.n_tokens, kernels, chosen).plan()
             compile_missing(launches_in([node.run for node in plan.nodes]), model.device)
@@ -789,7 +792,7 @@ def fusions(device: str, *, name: str, type: str, depth: int, n_tokens: int, run
             gaps = []
             for _ in range(runs + 1):
                 driver.forget()
-                driver.admit(0, _ids(model, depth), most=n_tokens)
+                driver.admit(0, random_ids(model, depth), most=n_tokens)
                 driver.run()
                 times = [entry.time_ns for entry in driver.entries]
                 gaps.append((times[-1] - times[1]) / (len(times) - 2) / 1e3)
@@ -797,6 +800,8 @@ def fusions(device: str, *, name: str, type: str, depth: int, n_tokens: int, run
 
 
 def judge_fusions(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
+    if not ended:
+        return [Outcome("SKIP", "fusions", "the fused step is a GPU's")]
     records = {record["off"]: record for one in ended for record in one.of("fusions")}
     if None not in records or len(records) < 2:
         return _broken(ended, "fusions")
@@ -811,7 +816,7 @@ def judge_fusions(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
             f"({record['n_nodes']} nodes for {records[None]['n_nodes']}): it gains {gain:+.1f} us, {gain / mean:+.1%}"
         )
         # What is slower than it would be without is a figure to act on.
-        verdict: Verdict = "MISS" if setting.on_gpu and gain < -(half + base[1]) else "PASS"
+        verdict: Verdict = "MISS" if gain < -(half + base[1]) else "PASS"
         outcomes.append(Outcome(verdict, f"fusion-{off}", value, "not slower than without", record))
     return outcomes
 
@@ -874,8 +879,8 @@ def _phase_jobs(setting: Setting) -> list[Job]:
 
 
 def _fusion_jobs(setting: Setting) -> list[Job]:
-    sizes = {"depth": 500, "n_tokens": 200, "runs": 8} if setting.on_gpu else {"depth": 8, "n_tokens": 12, "runs": 3}
-    return [Job("fusions", {**_small(setting), **sizes}, 60)]
+    words = {**_small(setting), "depth": 500, "n_tokens": 200, "runs": 8}
+    return [Job("fusions", words, 60)] if setting.on_gpu else []
 
 
 WORKS: Final[Mapping[str, Callable[..., Iterator[Record]]]] = {

@@ -5,6 +5,7 @@ Small models are made on the CPU and moved, so that the same weights can be comp
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -32,13 +33,19 @@ from ostinato.models.shape import Shape
 from ostinato.options import Activations, KVType, LoadOptions
 from ostinato.text.of_checkpoint import tokenizer_of
 from ostinato.text.tokenizer import Tokenizer
-from tests.backends.families import FAMILIES, LATENT, RECURRENT, family_model
+from tests.backends.families import FAMILIES, LATENT, RECURRENT, FamilyWeights, family_model
 from tests.backends.native.tiled import tiled
 
 TAPE: Final = "persistent"
-ON_CPU: Final = frozenset(
-    {*FAMILIES, *RECURRENT, *LATENT, *(n for n in SHAPES if n.startswith("tiny"))}
-)  # made there, moved
+# Of every other family that runs on CUDA, by the name of its tiny model (tests/models/tiny.py).
+OTHERS: Final = (
+    "arcee", "bamba", "command-r", "ernie4.5", "ernie4-5-moe", "exaone4", "exaone4-window", "gemma", "glm4",
+    "glm4-moe", "granite-hybrid", "granite-hybrid-moe", "granite-moe", "lfm2-moe", "nemotron-h", "nemotron-h-moe",
+    "nemotron-h-latent", "olmo3", "olmoe", "phi2", "qwen35-moe", "qwen3-next", "qwen3-vl", "qwen3-vl-moe", "seed-oss",
+    "stablelm", "stablelm-parallel", "starcoder2", "starcoder2-window",
+)  # fmt: skip
+SMALL: Final = (*FAMILIES, *RECURRENT, *LATENT, *OTHERS)
+ON_CPU: Final = frozenset({*SMALL, *(n for n in SHAPES if n.startswith("tiny"))})  # made there, moved
 
 
 def place(device: str) -> torch.device:
@@ -80,7 +87,17 @@ def _made(name: str, type: str, device: torch.device) -> Model:
             made = random_model(name, type, str(device))
             assert isinstance(made, Model)
             return made
-        return moved(family_model(name, dtype=getattr(torch, DTYPES[type])), device)
+        dtype = getattr(torch, DTYPES[type])
+        return moved(other_model(name, dtype) if name in OTHERS else family_model(name, dtype=dtype), device)
+
+
+def other_model(name: str, dtype: torch.dtype) -> Model:
+    """Random weights in the shape of a tiny model."""
+    from tests.models.stated import read_tiny
+    from tests.models.tiny import TINY
+
+    family, shape = read_tiny(TINY[name])
+    return FamilyWeights(0, dtype).model(family, shape)
 
 
 def in_tiles(model: Model) -> Model:
@@ -115,6 +132,11 @@ def _moved(part: Any, device: torch.device, dtype: torch.dtype | None, memo: dic
         changes = {f.name: _moved(getattr(part, f.name), device, dtype, memo) for f in fields(part)}
         return replace(part, **changes)  # type: ignore[type-var]  # an instance, as the line above has seen
     return part
+
+
+def random_ids(model: Model, n: int, seed: int = 1) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(model.shape.vocab) for _ in range(n)]
 
 
 def settled_for(

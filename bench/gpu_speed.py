@@ -8,7 +8,6 @@ step must read over a bandwidth that was measured in the same run; what each kin
 from __future__ import annotations
 
 import gc
-import random
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, Verdict
-from bench.gpu_models import kv_type_of, model_on, modes_of, place, settled_for
+from bench.gpu_models import kv_type_of, model_on, modes_of, place, random_ids, settled_for
 from ostinato.backends.base import PAGE_TOKENS, ChunkPart
 from ostinato.backends.torch.model import Model
 from ostinato.engine.choose import settle_model
@@ -75,18 +74,13 @@ def _engine(model: Model, type: str, mode: str, n_slots: int, context: int) -> E
     return Engine(model, settled_for(model, mode, n_slots=n_slots, context=context, kv_type=kv_type_of(type)))
 
 
-def _ids(model: Model, n: int, seed: int) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(model.shape.vocab) for _ in range(n)]
-
-
 def warm(device: str, *, shape: str, type: str, slots: Sequence[int]) -> Iterator[Record]:
     """Compile and keep every kernel that the measurements will need: a few tokens for each number of slots."""
     started = time.perf_counter()
     model = model_on(shape, type, device)
     for n_slots in slots:
         with _engine(model, type, "loop", n_slots, 1024) as engine:
-            list(engine.submit(_ids(model, 100, 1), replace(GREEDY, max_tokens=4, ignore_eos=True)))
+            list(engine.submit(random_ids(model, 100, 1), replace(GREEDY, max_tokens=4, ignore_eos=True)))
     yield {"what": "warm", "model": f"{shape} {type}", "s": round(time.perf_counter() - started, 1)}
 
 
@@ -142,7 +136,7 @@ class Meter:
 
     def decode(self, engine: Engine, batch: int, n_tokens: int, sampling: Sampling = GREEDY) -> Record:
         """Tokens a second of all sequences together, from the last one's first token on."""
-        prompts = [_ids(self.model, self.depth, 100 + number) for number in range(batch)]
+        prompts = [random_ids(self.model, self.depth, 100 + number) for number in range(batch)]
         rates, host, positions, short = [], [], [], 0
         for number in range(REPEATS + 1):
             tokens, device_s, host_s = _watch(engine, prompts, n_tokens, replace(sampling, seed=number))
@@ -162,7 +156,7 @@ class Meter:
         """Tokens a second of one prompt, from its first chunk to its first token, by the host's clock."""
         sampling, rates = replace(GREEDY, max_tokens=1, ignore_eos=True), []
         for number in range(REPEATS + 2):
-            request = engine.submit(_ids(self.model, n_tokens, 1000 + number), sampling)
+            request = engine.submit(random_ids(self.model, n_tokens, 1000 + number), sampling)
             list(request)
             rates.append((n_tokens - request.cached_tokens) / request.prefill_s)
         n_chunks = -(-n_tokens // engine.runner.chunks.rows)
@@ -213,7 +207,7 @@ def _prompt_profile(model: Model, type: str, n_tokens: int) -> Record:
     settled = settle_model(
         model, "loop", context=n_tokens + 64, n_pages=n_pages, n_slots=SLOTS, kv_type=kv_type_of(type)
     )
-    tokens, times = _ids(model, n_tokens, 1), []
+    tokens, times = random_ids(model, n_tokens, 1), []
     with closing(LoopDriver(open_runner(model, settled))) as driver:
         runner, event = driver.runner, _event()
         side: Any = getattr(runner.start, "side", None)
@@ -276,7 +270,7 @@ def first_token(device: str, *, shape: str, type: str, n_slots: int = SLOTS) -> 
     context = 2048 if device != "cpu" else 256
     with _engine(model, type, "loop", n_slots, context) as engine:
         opened = time.perf_counter()
-        prompt = _ids(model, DEPTH if device != "cpu" else 40, 1)
+        prompt = random_ids(model, DEPTH if device != "cpu" else 40, 1)
         request = engine.submit(prompt, replace(GREEDY, max_tokens=2, ignore_eos=True))
         next(request)
         done = time.perf_counter()
@@ -324,7 +318,7 @@ def graph_memory(device: str, *, shape: str, type: str, slots: Sequence[int] = G
             model, "loop", context=context, n_pages=n_pages, n_slots=n_slots, kv_type=kv_type_of(type)
         )
         with closing(LoopDriver(open_runner(model, settled))) as driver:
-            driver.admit(0, _ids(model, 16, 1), most=8)
+            driver.admit(0, random_ids(model, 16, 1), most=8)
             before = _card_bytes()
             driver.run()  # builds, then plays
             step = _card_bytes() - before

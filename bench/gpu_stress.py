@@ -29,7 +29,7 @@ import torch
 
 from bench.gpu_calls import CannotCount, counters
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, run_child, say
-from bench.gpu_models import TAPE, kv_type_of, model_on, modes_of, settled_for
+from bench.gpu_models import TAPE, kv_type_of, model_on, modes_of, random_ids, settled_for
 from ostinato.backends.base import PAGE_TOKENS
 from ostinato.backends.cuda.pool import pool_of
 from ostinato.backends.torch.model import Model
@@ -62,11 +62,6 @@ MOST_STREAMS: Final = 8  # that engines by the hundred may have made
 MB: Final = 1 << 20
 # Calls that start, order or own something; what is left are questions, which an engine's thread asks by time.
 WORKING: Final = re.compile("Launch|Memcpy|Memset|lloc|Free|Record|Create|Destroy|Instantiate|Synchronize|Wait|Upload")
-
-
-def _ids(model: Model, n: int, seed: int = 1) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(model.shape.vocab) for _ in range(n)]
 
 
 def _engine(model: Model, type: str, *, mode: str, n_slots: int = 8, context: int = 2048, **more: Any) -> Engine:
@@ -112,7 +107,7 @@ def _lap(driver: LoopDriver, model: Model, n_tokens: int) -> float:
     """Seconds of a generation, warm."""
     for _ in range(2):
         driver.forget()
-        driver.admit(0, _ids(model, 16), most=n_tokens)
+        driver.admit(0, random_ids(model, 16), most=n_tokens)
         started = time.perf_counter()
         driver.run()
     return time.perf_counter() - started
@@ -126,7 +121,7 @@ def _calls_by_hand(
     count: Callable[[Callable[[], None]], Counter[str]] | None,
 ) -> Counter[str]:
     driver.forget()
-    driver.admit(0, _ids(model, 16), most=n_tokens)
+    driver.admit(0, random_ids(model, 16), most=n_tokens)
     driver.synchronize()
     before = driver.runner.start.n_launches
 
@@ -151,7 +146,7 @@ def _generation(engine: Engine, model: Model, n_tokens: int) -> Callable[[], Non
     sampling = replace(GREEDY, max_tokens=n_tokens, ignore_eos=True)
 
     def work() -> None:
-        n = sum(1 for _ in engine.submit(_ids(model, 16), sampling))
+        n = sum(1 for _ in engine.submit(random_ids(model, 16), sampling))
         if n != n_tokens:
             raise RuntimeError(f"{n} tokens of {n_tokens} came")
 
@@ -218,7 +213,7 @@ def host_time(device: str, *, mode: str, name: str, type: str, n_tokens: int = M
 
         def generate() -> None:
             driver.forget()
-            driver.admit(0, _ids(model, 16), most=n_tokens)
+            driver.admit(0, random_ids(model, 16), most=n_tokens)
             driver.begin()
             if not driver.runner.start.wait(120.0):
                 raise RuntimeError("the loop did not end")
@@ -316,7 +311,7 @@ def stopped(device: str, *, mode: str, name: str, type: str, n_tokens: int, cont
     model = model_on(name, type, device)
     with _engine(model, type, mode=mode, context=context) as engine:
         _generation(engine, model, 8)()
-        yield stopped_request(engine, _ids(model, 16), replace(GREEDY, max_tokens=n_tokens, ignore_eos=True))
+        yield stopped_request(engine, random_ids(model, 16), replace(GREEDY, max_tokens=n_tokens, ignore_eos=True))
 
 
 def stopped_request(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Record:
@@ -420,7 +415,7 @@ def busy(device: str, *, mode: str, name: str, type: str, n_tokens: int) -> Iter
     sampling = replace(GREEDY, max_tokens=n_tokens, ignore_eos=True)
 
     def gaps(engine: Engine) -> Record:
-        return _gaps(list(engine.submit(_ids(model, n_prompt), sampling)), skip=8)
+        return _gaps(list(engine.submit(random_ids(model, n_prompt), sampling)), skip=8)
 
     with _engine(model, type, mode=mode, context=n_prompt + n_tokens + 64) as engine:
         gaps(engine)
@@ -459,7 +454,9 @@ def allocations(device: str, *, name: str, type: str, n_tokens: int = 1_000) -> 
     for mode in _all_modes(device):
         with _engine(model, type, mode=mode, context=min(model.shape.context, n_tokens + 48)) as engine:
             _generation(engine, model, 8)()
-            request = engine.submit(_ids(model, 16, seed=2), replace(GREEDY, max_tokens=n_tokens, ignore_eos=True))
+            request = engine.submit(
+                random_ids(model, 16, seed=2), replace(GREEDY, max_tokens=n_tokens, ignore_eos=True)
+            )
             next(request)
             before = _allocated(engine, device, compiled)
             n = 1 + sum(1 for _ in request)
@@ -525,7 +522,7 @@ def fault(device: str, *, mode: str, how: str, name: str, type: str, n_tokens: i
     complaints: list[str] = []
     threading.excepthook = lambda what: complaints.append(f"{what.exc_type.__name__}: {what.exc_value}")
     sampling = replace(GREEDY, max_tokens=n_tokens, ignore_eos=True)
-    requests = [engine.submit(_ids(model, 16, seed), sampling) for seed in range(5)]
+    requests = [engine.submit(random_ids(model, 16, seed), sampling) for seed in range(5)]
     for request in requests[:3]:
         for _ in range(3):
             next(request)

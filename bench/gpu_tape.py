@@ -52,9 +52,9 @@ BARS: Final = (
     ("llama-8b", "q4_k_m", 430, 600, 261),
     ("llama-8b", "bf16", 255, 270, 207),
 )
-# A model of each family that has more than a llama. One that passes goes to PERSISTENT_FAMILIES (known_cards.py).
-WITH_MORE: Final = ("granite-2b", "smollm3-3b", "ministral-3b", "gemma2-2b", "gemma3-1b", "tiny-glm4")
-WITH_Q8_0: Final = ("tiny", "llama-1b", "gemma3-1b")  # keys and values of that type
+# A model of each family that has more than a llama. One that passes goes to PERSISTENT_KINDS (known_cards.py).
+WITH_MORE: Final = ("granite-2b", "smollm3-3b", "ministral-3b", "gemma2-2b", "gemma3-1b", "tiny-glm4", "glm4-9b")
+WITH_Q8_0: Final = ("tiny", "llama-1b", "gemma3-1b", "tiny-glm4")  # keys and values of that type
 DEPTH, LONG_DEPTH, LONG_SHARE, BATCH, BATCH_GAIN = 500, 8_000, 0.8, 8, 6.0
 # One kernel of each kind for all depths. `loop` has the context that part `speed` gives it.
 CONTEXT, LOOP_CONTEXT = LONG_DEPTH + 1_500, 2_048

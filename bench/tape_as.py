@@ -28,7 +28,7 @@ import torch
 from bench.gpu_models import TAPE, kv_type_of, model_on, settled_for
 from bench.gpu_speed import Meter
 from ostinato.backends.machine import PRETENDED
-from ostinato.backends.tape import plan as tape_plan
+from ostinato.backends.tape import sizes as tape_sizes
 from ostinato.engine.driver import LoopDriver
 from ostinato.engine.engine import Engine
 from ostinato.engine.open import open_runner
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--lifted", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.lifted:
-        tape_plan.SUBNORMALS_TESTED = frozenset()  # type: ignore[misc]  # of this process alone
+        tape_sizes.SUBNORMALS_TESTED = frozenset()  # type: ignore[misc]  # of this process alone
     if asked.child is not None:
         work, *case = json.loads(asked.child)
         print(json.dumps(WORKS[work](*case)))

@@ -7,97 +7,90 @@ from what the backends say of a header: no weights are made.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
-
-import transformers
+from typing import Final
 
 from ostinato.backends.machine import Machine
 from ostinato.engine.choose import LoadCase, why_not
-from ostinato.engine.known_cards import PERSISTENT_FAMILIES
-from ostinato.files.checkpoint import Checkpoint, TensorInfo
+from ostinato.engine.known_cards import NOT_RUN, PERSISTENT_KINDS, kind_of_kernel
+from ostinato.files.checkpoint import TensorInfo
 from ostinato.lab.random_weights import AnyName
 from ostinato.models.blocks import leaves_of
 from ostinato.models.family import Family
-from ostinato.models.registry import FAMILIES, family_named, family_of, read_shape
+from ostinato.models.registry import FAMILIES, family_named
 from ostinato.models.shape import Shape
 from ostinato.options import LoadOptions
-from ostinato.text.pretokenizers import PRE_TOKENIZERS
 from tests.models import tiny, tiny_encoders
 from tests.models.llama_cpp import LEFT_ALONE
-from tests.text.test_vocabularies import NAMES, SOURCE_NAMES, WITHOUT_TEXTS
+from tests.models.stated import read_tiny
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 CPU, GPU = Machine("cpu", 1 << 40, 1 << 40), Machine("cuda:0", 1 << 40, 1 << 40, driver_cuda=13_000)
 COLUMNS: Final = {"CPU loop": (CPU, "loop"), "CUDA loop": (GPU, "loop"), "tape": (GPU, "persistent")}
-# Widths that every kernel knows, in the place of those of a tiny model.
-USUAL: Final = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "n_embd": 256}
-KIND: Final = "kind"
-# The vocabulary of a family's published models (a real one, the name of its pre-tokenizer, or KIND where only others of
-# its kind can be had), and a template.
-TEXTS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+# Of a family's published models, what is compared: ids of their vocabulary, the splits of a pre-tokenizer, or another
+# vocabulary of their kind; its name; and a template's.
+TEXTS: Final[Mapping[str, tuple[str, str, str]]] = MappingProxyType(
     {
-        "llama": ("llama-bpe", "meta-llama-Llama-3.1-8B-Instruct"),
-        "mixtral": ("llama-spm", ""),
-        "qwen2": ("qwen2", "Qwen-Qwen2.5-7B-Instruct"),
-        "qwen2moe": ("qwen2", "Qwen-Qwen2.5-7B-Instruct"),
-        "qwen3": ("qwen2", "Qwen-Qwen3-0.6B"),
-        "qwen3moe": ("qwen2", "Qwen-Qwen3-0.6B"),
-        "qwen3vl": ("qwen2", "Qwen-Qwen3-0.6B"),
-        "qwen3vlmoe": ("qwen2", "Qwen-Qwen3-0.6B"),
-        "qwen3next": ("qwen2", "Qwen-Qwen3-0.6B"),
-        "qwen35": ("qwen35", "Qwen3.5-4B"),
-        "qwen35moe": ("qwen35", "Qwen3.5-4B"),
-        "gemma": (KIND, ""),
-        "gemma-embedding": (KIND, ""),
-        "gemma2": (KIND, "google-gemma-2-2b-it"),
-        "gemma3": (KIND, "google-gemma-2-2b-it"),
-        "ernie4_5": (KIND, ""),
-        "ernie4_5-moe": (KIND, ""),
-        "gptneox": ("gpt-neox", ""),
-        "mamba": ("gpt-neox", ""),
-        "mamba2": ("gpt-neox", ""),
-        "nomic-bert": ("bert-bge", ""),  # BERT's, uncased
-        "xlm-roberta": ("nomic-bert-moe", ""),
-        "gemma4": ("gemma-4", "google-gemma-4-31B-it"),
-        "phi2": ("phi-2", ""),
-        "phi3": ("phi-3", "microsoft-Phi-3.5-mini-instruct"),
-        "gpt2": ("gpt-2", ""),
-        "bert": ("bert-bge", ""),
-        "falcon-h1": ("falcon-h1", ""),
-        "smollm3": ("smaug-bpe", "HuggingFaceTB-SmolLM3-3B"),
-        "granite": ("refact", "ibm-granite-granite-3.3-2B-Instruct"),
-        "granitemoe": ("refact", "ibm-granite-granite-3.3-2B-Instruct"),
-        "granitehybrid": ("dbrx", "ibm-granite-granite-4.0"),
-        "olmo2": ("dbrx", ""),
-        "olmo3": ("dbrx", ""),
-        "olmoe": ("olmo", ""),
-        "exaone4": ("exaone4", ""),
-        "seed_oss": ("seed-coder", "ByteDance-Seed-OSS"),
-        "glm4": ("glm4", ""),
-        "glm4moe": ("glm4", "GLM-4.6"),
-        "deepseek2": ("deepseek-v3", "deepseek-ai-DeepSeek-V3.1"),
-        "hunyuan-dense": ("hunyuan-dense", ""),
-        "arcee": ("llama-bpe", ""),
-        "starcoder2": ("starcoder", ""),
-        "stablelm": ("stablelm2", ""),
-        "command-r": ("command-r", "CohereForAI-c4ai-command-r-plus-tool_use"),
-        "cohere2": ("command-r", "CohereForAI-c4ai-command-r7b-12-2024-tool_use"),
-        "mistral3": ("tekken", "mistralai-Ministral-3-14B-Reasoning-2512"),
-        "gpt-oss": ("gpt-4o", "openai-gpt-oss-120b"),
-        "lfm2": ("lfm2", "LFM2.5-Instruct"),
-        "lfm2moe": ("lfm2", "LFM2-8B-A1B"),
-        "nemotron_h": ("tekken", "NVIDIA-Nemotron-Nano-v2"),
-        "nemotron_h_moe": ("tekken", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
-        "laguna": ("laguna", "poolside-Laguna-XS-2.1"),
-        "muse-glimmer": ("llama4", "muse-glimmer"),
-        "modern-bert": ("modern-bert", ""),
+        "llama": ("ids", "llama-bpe", "meta-llama-Llama-3.1-8B-Instruct"),
+        "mixtral": ("kind", "llama-spm", ""),
+        "qwen2": ("ids", "qwen2", "Qwen-Qwen2.5-7B-Instruct"),
+        "qwen2moe": ("ids", "qwen2", "Qwen-Qwen2.5-7B-Instruct"),
+        "qwen3": ("ids", "qwen2", "Qwen-Qwen3-0.6B"),
+        "qwen3moe": ("ids", "qwen2", "Qwen-Qwen3-0.6B"),
+        "qwen3vl": ("ids", "qwen2", "Qwen-Qwen3-0.6B"),
+        "qwen3vlmoe": ("ids", "qwen2", "Qwen-Qwen3-0.6B"),
+        "qwen3next": ("ids", "qwen2", "Qwen-Qwen3-0.6B"),
+        "qwen35": ("ids", "qwen35", "Qwen3.5-4B"),
+        "qwen35moe": ("ids", "qwen35", "Qwen3.5-4B"),
+        "gemma": ("kind", "llama-spm", ""),
+        "gemma-embedding": ("kind", "llama-spm", ""),
+        "gemma2": ("kind", "llama-spm", "google-gemma-2-2b-it"),
+        "gemma3": ("kind", "llama-spm", "google-gemma-2-2b-it"),
+        "ernie4_5": ("kind", "llama-spm", ""),
+        "ernie4_5-moe": ("kind", "llama-spm", ""),
+        "gptneox": ("ids", "gpt-neox", ""),
+        "mamba": ("ids", "gpt-neox", ""),
+        "mamba2": ("ids", "gpt-neox", ""),
+        "nomic-bert": ("ids", "bert-bge", ""),  # BERT's, uncased
+        "xlm-roberta": ("ids", "nomic-bert-moe", ""),
+        "gemma4": ("ids", "gemma-4", "google-gemma-4-31B-it"),
+        "phi2": ("splits", "phi-2", ""),
+        "phi3": ("ids", "phi-3", "microsoft-Phi-3.5-mini-instruct"),
+        "gpt2": ("ids", "gpt-2", ""),
+        "bert": ("ids", "bert-bge", ""),
+        "falcon-h1": ("splits", "falcon-h1", ""),
+        "smollm3": ("splits", "smaug-bpe", "HuggingFaceTB-SmolLM3-3B"),
+        "granite": ("splits", "refact", "ibm-granite-granite-3.3-2B-Instruct"),
+        "granitemoe": ("splits", "refact", "ibm-granite-granite-3.3-2B-Instruct"),
+        "granitehybrid": ("splits", "dbrx", "ibm-granite-granite-4.0"),
+        "olmo2": ("splits", "dbrx", ""),
+        "olmo3": ("splits", "dbrx", ""),
+        "olmoe": ("splits", "olmo", ""),
+        "exaone4": ("splits", "exaone4", ""),
+        "seed_oss": ("splits", "seed-coder", "ByteDance-Seed-OSS"),
+        "glm4": ("splits", "glm4", ""),
+        "glm4moe": ("splits", "glm4", "GLM-4.6"),
+        "deepseek2": ("splits", "deepseek-v3", "deepseek-ai-DeepSeek-V3.1"),
+        "hunyuan-dense": ("splits", "hunyuan-dense", ""),
+        "arcee": ("splits", "llama-bpe", ""),
+        "starcoder2": ("ids", "starcoder", ""),
+        "stablelm": ("splits", "stablelm2", ""),
+        "command-r": ("ids", "command-r", "CohereForAI-c4ai-command-r-plus-tool_use"),
+        "cohere2": ("ids", "command-r", "CohereForAI-c4ai-command-r7b-12-2024-tool_use"),
+        "mistral3": ("splits", "tekken", "mistralai-Ministral-3-14B-Reasoning-2512"),
+        "gpt-oss": ("splits", "gpt-4o", "openai-gpt-oss-120b"),
+        "lfm2": ("splits", "lfm2", "LFM2.5-Instruct"),
+        "lfm2moe": ("splits", "lfm2", "LFM2-8B-A1B"),
+        "nemotron_h": ("splits", "tekken", "NVIDIA-Nemotron-Nano-v2"),
+        "nemotron_h_moe": ("splits", "tekken", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
+        "laguna": ("splits", "laguna", "poolside-Laguna-XS-2.1"),
+        "muse-glimmer": ("splits", "llama4", "muse-glimmer"),
+        "modern-bert": ("splits", "modern-bert", ""),
     }
 )
 HEAD = """\
@@ -111,23 +104,31 @@ current. Every family also runs in torch (`eager`). [Adding a family](add-a-fami
   tokens of transformers; *llama.cpp* says that it reads the same GGUF file as the same model and decodes the
   same 64 greedy tokens (but for ties within its rounding; `make soak` runs all of them).
 - **CPU loop**, **CUDA loop**, **tape**: *yes*, or the note that says which block prevents it there. The CUDA
-  loop and the [tape](tape.md) are shown on a GPU by `make test-gpu`. On an H200 every family of this page ran
-  on 2026-11-18 with equal bits in `eager`, `graph` and `loop`, where it has them: 74 tiny models, latent
-  attention among them. The tape ran there with 38 models, granite, smollm3, mistral3, glm4, gemma, gemma2 and
-  gemma3 among them.
+  loop and the [tape](tape.md) are shown on a GPU by `make test-gpu`. On an H200 37 small models of the
+  families with a *yes* ran in two types on 2026-11-19, with equal bits in `eager`, `graph` and `loop`, latent
+  attention and recurrent layers among them; and 41 models ran on the tape, granite, smollm3, mistral3, glm4
+  (GLM-4 9B's sizes too), gemma, gemma2 and gemma3 among them ([note](lab/gpu-check.md)).
 - **tokenizer**: *ids* of the published vocabulary are compared; *splits*: the pre-tokenizer of that name is
   compared over a synthetic vocabulary; *kind*: SentencePiece-style, compared over Llama 2's vocabulary, with
   the blanks and tags of Gemma too ([tokenizers.md](tokenizers.md)). **template**: a published chat template
   renders as transformers renders it.
 """
+COMPILED: Final = """\
+- *compiled*: the kernels are those of other families, compiled for every chip ([cards.md](cards.md)), and
+  this family has not run in `loop` on a card yet. `serve` compares it with the reference before its port
+  opens.
+"""
 EMULATED: Final = """\
 - *emulated*: the tape's own source gives the logits of torch in the tests' emulator, and has run on no card
-  with this family yet.
+  with such models yet. `auto` takes it once `ostinato verify --mode persistent MODEL` has passed.
 """
 # Settings of published models that are refused by name, each a layer norm of single query and key heads.
 REFUSED: Final = MappingProxyType({"stablelm": "qk_layernorm", "phi2": "qk_layernorm", "command-r": "use_qk_norm"})
-_GLM4_9B: Final = {"num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 4096}
-# Published sizes that some kernel does not know, beside tiny models of usual widths.
+# Published sizes whose heads are not those of tiny models of usual widths.
+_GLM4_9B: Final = {
+    **{"num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128},
+    **{"hidden_size": 4096, "intermediate_size": 13_696},
+}
 PUBLISHED: Final = {"glm-4-9b": tiny.TinyModel("Glm4ForCausalLM", None, {**tiny.TINY["glm4"].config, **_GLM4_9B})}
 
 
@@ -141,22 +142,6 @@ class Sample:
     shape: Shape
 
 
-class _Stated(Checkpoint):
-    """A folder of which there is nothing but config.json."""
-
-    format = "safetensors"
-
-    def __init__(self, kind: str, config: Mapping[str, Any]) -> None:
-        self.architecture, self.metadata = kind, config
-        super().__init__(Path(kind))
-
-    def _open(self) -> None:
-        """There are no files."""
-
-    def fingerprint(self) -> str:
-        return self.architecture
-
-
 def samples() -> dict[str, list[Sample]]:
     """The tiny models of every family that has some, by its name."""
     found: dict[str, list[Sample]] = {}
@@ -167,33 +152,9 @@ def samples() -> dict[str, list[Sample]]:
         *((name, model) for name, model in tiny_encoders.ENCODERS.items() if "num_labels" not in model.config),
     ]
     for name, model in both:
-        family, shape = read(model.kind, model.config)
-        if not shape.recurrent:
-            family, shape = read(model.kind, _usual(model.config))
-        # A family that shares a class with another goes by its own name in GGUF alone.
-        family = next((one for one in FAMILIES if one.name == model.architecture and not one.hf), family)
+        family, shape = read_tiny(model)
         found.setdefault(family.name, []).append(Sample(name, model.kind, model.architecture, shape))
     return found
-
-
-def read(kind: str, config: Mapping[str, Any]) -> tuple[Family, Shape]:
-    """The family of a class of transformers and the shape of its configuration, defaults where nothing is given."""
-    made = getattr(transformers, kind).config_class(**json.loads(json.dumps(dict(config))))
-    stated = _Stated(kind, {**json.loads(made.to_json_string(use_diff=False)), "architectures": [kind]})
-    return family_of(stated), read_shape(stated)
-
-
-def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
-    if config.get("hidden_size", 64) != 64:
-        return dict(config)  # the sizes of a published model
-    grown = {key: USUAL.get(key, value) for key, value in config.items()}
-    if "text_config" in grown:
-        grown["text_config"] = _usual(grown["text_config"])
-    rope = grown.get("rope_parameters") or {}
-    if "short_factor" in rope:  # one for each pair of a head
-        n = 4 * len(rope["short_factor"])
-        grown["rope_parameters"] = {**rope, "short_factor": [1.0] * n, "long_factor": [2.0] * n}
-    return grown
 
 
 # The page
@@ -207,8 +168,9 @@ def page() -> str:
     for family in sorted(FAMILIES, key=lambda family: family.name):
         rows.append("| " + " | ".join(_row(family, known.get(family.name, []), notes)) + " |")
     said = [f"{number}. {reason[0].upper()}{reason[1:]}." for reason, number in notes.items()]
-    head = HEAD + EMULATED if any(" emulated " in row for row in rows) else HEAD
-    return "\n".join([head, *rows, "", *said, ""])
+    table = "".join((*rows, *notes))
+    head = [HEAD, COMPILED if "compiled" in table else "", EMULATED if "emulated" in table else ""]
+    return "\n".join(["".join(head), *rows, "", *said, ""])
 
 
 def _row(family: Family, own: Sequence[Sample], notes: dict[str, int]) -> Iterator[str]:
@@ -219,10 +181,11 @@ def _row(family: Family, own: Sequence[Sample], notes: dict[str, int]) -> Iterat
     yield "yes" if own else ""
     for machine, mode in COLUMNS.values():
         runs = _runs(own, machine, mode, notes)
-        yield "emulated" if (mode, runs) == ("persistent", "yes") and family.name not in PERSISTENT_FAMILIES else runs
-    vocabulary, template = TEXTS.get(family.name, ("", ""))
-    published = (*NAMES, *SOURCE_NAMES, *WITHOUT_TEXTS)
-    yield "ids" if vocabulary in published else "splits" if vocabulary in PRE_TOKENIZERS else vocabulary
+        if runs == "yes" and machine is GPU:
+            runs = _emulated(own, notes) if mode == "persistent" else "compiled" if family.name in NOT_RUN else runs
+        yield runs
+    how, _, template = TEXTS[family.name]
+    yield how
     yield "yes" if template else ""
 
 
@@ -239,6 +202,20 @@ def _runs(own: Sequence[Sample], machine: Machine, mode: str, notes: dict[str, i
         return "yes" if own else ""
     numbers = ", ".join(f"({notes.setdefault(reason, len(notes) + 1)})" for reason in lacking)
     return f"in part {numbers}" if None in reasons else numbers
+
+
+def _emulated(own: Sequence[Sample], notes: dict[str, int]) -> str:
+    """What the table says of models that the tape runs: which kinds of kernel have run on no card."""
+    kinds = dict.fromkeys(kind_of_kernel(one.shape, "bf16") for one in own)
+    lacking = [kind for kind in kinds if kind not in PERSISTENT_KINDS]
+    if len(lacking) in (0, len(kinds)):
+        return "emulated" if lacking else "yes"
+    return f"yes ({notes.setdefault('emulated only: ' + ', '.join(lacking), len(notes) + 1)})"
+
+
+def why_no_loop(one: Sample) -> str | None:
+    """Why the CUDA loop does not run it."""
+    return _why_not(one, GPU, "loop")
 
 
 def _why_not(one: Sample, machine: Machine, mode: str) -> str | None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.ran import last_run
+
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tests" / "data" / "rules.toml"
 PAGE = ROOT / "docs" / "rules.md"
@@ -155,9 +157,16 @@ def _section(group: Group) -> str:
         lines += [f"| {rule.code} | {rule.holds} |" for rule in group.rules]
     else:
         lines += ["| lesson | what must hold | status | GPU check |", "|---|---|---|---|"]
-        lines += [f"| {rule.code} | {rule.holds} | {rule.state} | {', '.join(rule.gpu)} |" for rule in group.rules]
+        lines += [
+            f"| {rule.code} | {rule.holds} | {rule.state} | {', '.join(map(_checked, rule.gpu))} |"
+            for rule in group.rules
+        ]
     reasons = [f"Neither code nor a test cites {rule.code}: {rule.uncited}." for rule in group.rules if rule.uncited]
     return "\n".join([*lines, *([""] if reasons else []), *(_filled(reason, "- ") for reason in reasons), ""])
+
+
+def _checked(check: str) -> str:
+    return f"{check} ({last_run(check) or 'has not run yet'})"
 
 
 def _filled(text: str, item: str = "") -> str:

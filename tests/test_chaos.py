@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from itertools import count
@@ -31,6 +32,17 @@ def test_a_server_under_every_fault_loses_nothing_and_leaks_nothing(tmp_path: Pa
     assert report.wrong == [], f"seed {seed}"
     assert report.ends["whole"]
     assert report.faults
+
+
+@pytest.mark.slow
+def test_the_server_starts_from_any_folder_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    server = chaos_server.Server(tmp_path)
+    asyncio.run(server.start())
+    assert (server.end(), server.left()) == (0, [])
 
 
 @pytest.mark.soak
@@ -90,7 +102,11 @@ def test_a_request_that_never_ends_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 def test_what_a_process_holds_may_not_grow() -> None:
     small, large = Held(100 * MB, 10, 4), Held(200 * MB, 10, 4)
     assert growth([small, large, large]) == []
-    assert growth([small, small, large]) == ["memory grew from 100.0 MiB in the middle to 200.0 MiB"]
+    assert growth([small, small, large]) == ["memory grew from 100.0 MiB in its third quarter to 200.0 MiB"]
+    assert growth([small] * 15 + [large]) == []  # a long body that was under way
+    leak = [Held(100 * MB + number * MB // 4, 10, 4) for number in range(200)]
+    assert growth(leak) == ["memory grew from 131.1 MiB in its third quarter to 143.6 MiB"]
+    assert growth(leak[:80]) == []  # a short life
     assert growth([small, small, Held(100 * MB, 12, 5)], handles=1, threads=1) == ["handles grew from 10 to 12"]
 
 

@@ -1,14 +1,19 @@
 """A session by hand: enter, admit, trigger, read, exit; what the device was asked for; and what is refused."""
 
+import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from ostinato import LLM, DecodeCounts, DecodedToken, DecodeInvariantError, DecodeSession, NoSlot, Sampling
-from ostinato.errors import BadInput, BadOption, HardwareCannot, Unsupported
+from ostinato.errors import BadInput, BadOption, HardwareCannot, QueueFull, Unsupported
+from ostinato.loop.layout import Word
 from tests.cli import tiny_model
 from tests.engine.rig import held
 
@@ -189,6 +194,7 @@ def test_more_sequences_than_slots_or_pages_are_refused_and_nothing_is_taken(pat
         ("", None, BadInput),
         ([], None, BadInput),
         ([10**9], None, BadInput),
+        ([True], None, BadInput),
         ("the sea", Sampling(stop="a"), Unsupported),
         ("the sea", Sampling(json_mode=True), Unsupported),
         ("the sea", 3, BadOption),
@@ -202,6 +208,73 @@ def test_what_cannot_be_admitted_is_refused_and_takes_no_slot(
     assert session._generations == {}
 
 
+@pytest.mark.parametrize("slot", [1, -1, None, [], "0"])
+def test_a_slot_that_holds_no_sequence_cannot_be_cancelled(session: DecodeSession, slot: Any) -> None:
+    with pytest.raises(BadInput, match=re.escape(f"slot {slot!r} holds no sequence; taken: none")):
+        session.cancel(slot)
+
+
+@pytest.mark.parametrize("slot", [True, False, 0.0, np.array([0, 1]), "0"])
+def test_a_slot_that_is_taken_is_cancelled_by_its_number_alone(session: DecodeSession, slot: Any) -> None:
+    session.admit("the sea", GREEDY)
+    session.admit("one two", GREEDY)
+    with pytest.raises(BadInput, match=r"holds no sequence; taken: \[0, 1\]"):
+        session.cancel(slot)
+    session.cancel(np.int64(1))  # type: ignore[arg-type]
+    session.trigger()
+    assert {one.slot: one.finish_reason for one in session.tokens()} == {0: "length", 1: "cancelled"}
+
+
+def test_calls_of_another_thread_are_refused_and_change_nothing(session: DecodeSession, path: Path) -> None:
+    session.admit("the sea", GREEDY)
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: session.admit("one two", GREEDY),
+        lambda: session.cancel(0),
+        lambda: next(session.tokens()),
+        session.trigger,
+        session.read,
+        session.exit,
+        session.close,
+        lambda: session.__exit__(ValueError, ValueError(), None),
+    )
+    with ThreadPoolExecutor(1) as other:
+        for call in calls:
+            with pytest.raises(BadInput, match="for the thread that opened it"):
+                other.submit(call).result()
+    session.trigger()
+    assert [one.token for one in session.tokens()] == expected_of(path, "the sea")
+
+
+def test_a_full_inbox_says_what_empties_it(session: DecodeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = session.admit("the sea", GREEDY)
+    monkeypatch.setattr(session._runner.host, "cancel", lambda *_: False)
+    with pytest.raises(QueueFull, match="the inbox is full: trigger, then cancel again"):
+        session.cancel(slot)
+
+
+def test_tokens_of_sequences_that_were_not_triggered_are_refused(session: DecodeSession, path: Path) -> None:
+    slot = session.admit("the sea", GREEDY)
+    with pytest.raises(BadInput, match=rf"the sequences of slots \[{slot}\] wait for a trigger"):
+        next(session.tokens())
+    session.trigger()
+    assert of_slot(list(session.tokens()), slot) == expected_of(path, "the sea")
+    assert list(session.tokens()) == []
+
+
+def test_a_sequence_admitted_after_the_loops_end_waits_for_the_next_trigger(session: DecodeSession) -> None:
+    session.admit("the sea", GREEDY)
+    session.trigger()
+    stream = session.tokens()
+    first = [next(stream)]
+    session.exit()  # waits for the loop's end
+    session.enter()
+    second = session.admit("one two", GREEDY)
+    first += stream
+    assert of_slot(first, second) == []
+    session.trigger()
+    assert len(of_slot(list(session.tokens()), second)) == 24
+
+
 def test_a_mode_that_the_host_paces_is_refused_before_weights_are_read(path: Path) -> None:
     """E-26."""
     read: list[int] = []
@@ -213,6 +286,7 @@ def test_a_mode_that_the_host_paces_is_refused_before_weights_are_read(path: Pat
 def test_an_error_inside_the_block_ends_the_loop_soon(path: Path) -> None:
     session = DecodeSession(path, device="cpu", slots=1, context=tiny_model.CONTEXT, threads=1)
     session.admit("the sea", replace(GREEDY, max_tokens=tiny_model.CONTEXT - 100))
+    host = session._runner.host
 
     def fail() -> None:
         with session:
@@ -221,10 +295,28 @@ def test_an_error_inside_the_block_ends_the_loop_soon(path: Path) -> None:
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert session.counts.steps < tiny_model.CONTEXT - 200
-    with pytest.raises(BadInput, match="closed"):
-        session.read()
+    assert host.word(Word.STEPS) < tiny_model.CONTEXT - 200
     session.close()  # again: nothing
+
+
+def test_a_closed_session_answers_nothing(path: Path) -> None:
+    with DecodeSession(path, device="cpu", slots=1, context=256, threads=1) as session:
+        pass
+    calls: tuple[Callable[[], object], ...] = (
+        session.enter,
+        session.trigger,
+        session.exit,
+        session.step,
+        session.read,
+        lambda: session.admit("the sea"),
+        lambda: session.cancel(0),
+        lambda: next(session.tokens()),
+        lambda: session.counts,
+        lambda: session.plan,
+    )
+    for call in calls:
+        with pytest.raises(BadInput, match="this session is closed"):
+            call()
 
 
 def test_a_session_that_is_not_closed_ends_with_its_last_reference(path: Path) -> None:

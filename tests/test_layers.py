@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import ostinato
 
 PACKAGE = Path(ostinato.__file__).parent
@@ -107,10 +109,12 @@ def test_every_file_is_in_a_package_of_the_map() -> None:
     assert {package_of(path) for path in sources()} - {"__init__"} == set(PACKAGES)
 
 
+@pytest.mark.slow
 def test_a_package_imports_only_those_above_it_and_torch_only_where_the_map_says_so() -> None:
     assert out_of_order() == set()
 
 
+@pytest.mark.slow
 def test_what_needs_no_torch_is_imported_where_there_is_none() -> None:
     """In a process of its own, in which importing torch fails: whatever they import in turn does without it too."""
     paths = (path.relative_to(PACKAGE) for path in sources())

@@ -404,7 +404,7 @@ def test_ids_may_be_an_array_and_nothing_else_is_taken_for_ids(tiny_llm: LLM) ->
     assert llm.token_logprobs(np.array([5, 6])) == llm.token_logprobs([5, 6])
     assert np.array_equal(llm.embed([5, 6]), llm.embed([[5, 6]]))
     for ask in (llm.detokenize, llm.logits, llm.token_logprobs):
-        for wrong in ("the sea", 5, None, [1.5], [None]):
+        for wrong in ("the sea", 5, None, [1.5], [None], [True]):
             with pytest.raises(BadInput, match="token id"):
                 ask(wrong)
     with pytest.raises(BadInput, match="token ids"):
@@ -508,6 +508,7 @@ def test_a_stream_that_is_dropped_half_way_cancels_its_request(unhurried: LLM) -
     assert until_idle(unhurried)["cancelled"] == before + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["loop", "eager"])
 def test_a_long_list_is_fed_as_the_line_has_room(tiny_gguf: Path, tiny_llm: LLM, unhurried: LLM, mode: str) -> None:
     prompts = [[5 + i, 6, 7] for i in range(30)]

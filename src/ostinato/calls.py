@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from os import PathLike
 from typing import Any
@@ -102,7 +103,7 @@ def whole_ids(ids: Any, wanted: str = "a list of token ids is needed") -> list[i
 
 
 def _whole(token: Any, index: int) -> int:
-    try:
-        return operator.index(token)
-    except TypeError as error:
-        raise BadInput(f"token id {token!r} at index {index}: a prompt is text, or a list of whole numbers") from error
+    if not isinstance(token, bool):  # to Python, True is 1
+        with suppress(TypeError):
+            return operator.index(token)
+    raise BadInput(f"token id {token!r} at index {index}: a prompt is text, or a list of whole numbers")

@@ -6,11 +6,13 @@ of its user's, and counters show what the device was asked to do. docs/decode-mo
 
 from __future__ import annotations
 
+import operator
 import secrets
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -86,7 +88,7 @@ class DecodeCounts(NamedTuple):
 
 
 class DecodeSession:
-    """A model in decode mode, driven by hand. For one thread.
+    """A model in decode mode, driven by hand. For the thread that opens it; calls of another are refused.
 
     >>> with DecodeSession("smollm2", slots=2) as session:                             # doctest: +SKIP
     ...     slot = session.admit("The sea", Sampling(max_tokens=8))
@@ -121,7 +123,7 @@ class DecodeSession:
         **options: Unpack[LoadWords],
     ) -> None:
         say, wanted = talk or (lambda _: None), load_options(load, options)
-        self._opened, self._closed = OpenedHere(), False
+        self._opened, self._closed, self._thread = OpenedHere(), False, threading.current_thread()
         self.name = store.given(model)
         with ExitStack() as undo:
             checkpoint = undo.enter_context(open_checkpoint(store.resolve(self.name, talk=say)))
@@ -193,11 +195,13 @@ class DecodeSession:
     @property
     def plan(self) -> str:
         """What a step is, as text: every buffer and every node; the same in every process."""
+        self._check_usable()
         return self._runner.plan.text
 
     @property
     def counts(self) -> DecodeCounts:
         """Triggers, launches, executables and steps so far."""
+        self._check_usable()
         runner = self._runner
         return DecodeCounts(
             runner.decode_mode.n_triggers,
@@ -243,10 +247,15 @@ class DecodeSession:
     def cancel(self, slot: int) -> None:
         """Ask the loop to end the sequence of a slot at its next step boundary."""
         self._check_usable()
-        if slot not in self._generations:
+        number = None
+        if not isinstance(slot, bool):  # to Python, True is 1
+            with suppress(TypeError):
+                number = operator.index(slot)
+        if number not in self._generations:
             raise BadInput(f"slot {slot!r} holds no sequence; taken: {sorted(self._generations) or 'none'}")
-        if not self._runner.host.cancel(slot, self._generations[slot]):
-            raise QueueFull("the inbox is full: trigger, so that the loop takes its entries")
+        if not self._runner.host.cancel(number, self._generations[number]):
+            what = "the loop takes its entries at its next step boundary" if self.running else "trigger"
+            raise QueueFull(f"the inbox is full: {what}, then cancel again")
         self._joins = self._joins or self.running
 
     def read(self) -> list[DecodedToken]:
@@ -258,19 +267,25 @@ class DecodeSession:
 
         A loop that ended because the outbox was full, or just before it could take an admission that was made while it
         ran, is triggered again.
+
+        Raises:
+            BadInput: there is no token to come: sequences were admitted, and the loop was not triggered for them.
         """
-        runner = self._runner
+        runner, came = self._runner, False
         while True:
             runner.changed.clear()  # before anything is looked at
             running = self.running
             if self._n_unread():
+                came = True
                 yield self._next()
             elif running:
                 runner.changed.wait(POLL_S[runner.settled.kind])
             elif self.entered and self._goes_on():
                 self.trigger()
-            else:
+            elif came or not self._generations:
                 return
+            else:
+                raise BadInput(f"the sequences of slots {sorted(self._generations)} wait for a trigger; call it first")
 
     # Closing
 
@@ -278,6 +293,8 @@ class DecodeSession:
         """Release memory and threads. Refused in decode mode, whose executable lives as long as it (I-3)."""
         if self._closed or not self._opened:
             return
+        if self._thread.is_alive():
+            self._check_thread()
         if self.entered:
             raise DecodeInvariantError("I-3", "closing a session is not allowed while decode mode is on; exit it first")
         self._closed = True
@@ -293,6 +310,7 @@ class DecodeSession:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._closed or not self._opened:
             return
+        self._check_thread()
         if error is not None:
             self._runner.host.set_yield(True)  # the caller has left: end at the next step boundary
         try:
@@ -304,8 +322,15 @@ class DecodeSession:
 
     def _check_usable(self) -> None:
         self._opened.check()
+        self._check_thread()
         if self._closed:
             raise BadInput("this session is closed; open another one")
+
+    def _check_thread(self) -> None:
+        if threading.current_thread() is not self._thread:
+            raise BadInput(
+                "a session is for the thread that opened it; open one in this thread, or use AsyncLLM or LLM"
+            )
 
     def _ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):

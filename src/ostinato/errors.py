@@ -3,6 +3,7 @@
     OstinatoError                     exit 3  HTTP 500   an error of ours, unless a class below says otherwise
     ├── BadInput                      exit 2  HTTP 400   what the caller gave cannot be done
     │   ├── BadFile                                      damaged, hostile, or not a model at all
+    │   │   └── NotNumbers                    HTTP 500   a model whose values are NaN or infinite
     │   ├── BadOption                                    a value out of range, or an unknown option
     │   ├── BadTemplate                                  a chat template that raises, loops or uses too much memory
     │   ├── PromptTooLong                                does not fit the context
@@ -65,6 +66,12 @@ class BadInput(OstinatoError):
 
 class BadFile(BadInput):
     """A model file that is damaged, hostile, or no model at all."""
+
+
+class NotNumbers(BadFile):
+    """A model that computes values which are NaN or infinite."""
+
+    http_status = 500
 
 
 class BadOption(BadInput):
@@ -246,6 +253,15 @@ def first_few(names: Sequence[str]) -> str:
     'a, b, c, d, e and 2 more'
     """
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of a library says, without the advice that follows on further lines.
+
+    >>> first_line(RuntimeError("CUDA error: no memory\\nSearch for it in the manual"))
+    'CUDA error: no memory'
+    """
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def quoted(value: object, most: int = 100) -> str:

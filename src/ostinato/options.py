@@ -181,8 +181,9 @@ class LoadOptions:
         threads: on a CPU; None is one for each physical core.
         slots: requests that are decoded at once, at most 64.
         queue: requests that may wait for a slot.
-        activations: what the CPU's native loop and the persistent kernel multiply weights with. `wide` gives float32's
-            tokens (on a GPU bfloat16's), `int8` is faster on a CPU. If neither runs, `int8` is refused.
+        activations: what the CPU's native loop and the persistent kernel multiply weights with. `wide` keeps about
+            15 bits of them beside quantised weights (on a GPU bfloat16), `int8` 8 bits, which is faster on a CPU. If
+            neither runs, `int8` is refused.
         prompts: what prompts read under `persistent`: a `plain` copy of the weights, or the `tape`, which takes about
             half the memory; `auto` is plain if that fits. Other modes have no tape and refuse `tape`.
 

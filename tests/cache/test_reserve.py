@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import permutations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,6 +42,7 @@ def test_the_bankers_rule_finds_an_order_exactly_where_there_is_one(free: int, h
     assert all_can_finish(free, held) == by_trying_every_order(free, held)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32), st.integers(4, 20), st.booleans())
 @settings(max_examples=150, derandomize=True, deadline=None)
 def test_whoever_has_a_lease_finishes_and_no_page_is_lost(seed: int, n_pages: int, share_prefixes: bool) -> None:

@@ -30,6 +30,7 @@ def facts(ostinato: RunCli, *arguments: str | Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_model_is_described_in_full(ostinato: RunCli, tiny: Path) -> None:
     found = facts(ostinato, tiny)
     weights = tiny_model.tensors()

@@ -58,6 +58,7 @@ def test_a_busy_machine_is_said_to_be_busy(ostinato: RunCli, monkeypatch: pytest
     assert ("off by" in ran.out) == (late == 1)
 
 
+@pytest.mark.slow
 def test_everything_leaves_a_report_and_two_of_them_are_compared(
     ostinato: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,7 +153,7 @@ def test_ranking_asks_for_a_model_that_ranks(ostinato: RunCli, tiny: Path) -> No
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)])
-@pytest.mark.parametrize("verb", ["score", "embed"])
+@pytest.mark.parametrize("verb", ["score", "embed", "run"])
 def test_a_model_that_computes_no_numbers_is_said_to_be_damaged(
     ostinato: RunCli, tmp_path: Path, verb: str, form: tuple[str, ...]
 ) -> None:

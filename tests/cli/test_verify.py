@@ -134,7 +134,7 @@ def test_a_result_on_a_gpu_is_kept_for_auto_or_removed(
     from ostinato.engine import verify as of_engine
     from ostinato.engine.checks import VerifyReport
 
-    card = verified.VerifiedCard("a card", "8.9", "570.1", family="llama")
+    card = verified.VerifiedCard("a card", "8.9", "570.1", kind="llama")
     earlier = Check("persistent", "eager", "tolerance", 1, 0.1, None, {})
     verified.keep(card, VerifyReport((earlier,), {}), "earlier.gguf", lambda _: None)
 
@@ -154,7 +154,7 @@ def test_a_result_on_a_gpu_is_kept_for_auto_or_removed(
             )
 
     monkeypatch.setattr(verify, "opened_bare", on_gpu)
-    monkeypatch.setattr(machine, "verified_card", lambda device, kind: replace(card, family=kind))
+    monkeypatch.setattr(machine, "verified_card", lambda device, kind: replace(card, kind=kind))
     monkeypatch.setattr(of_engine, "Verifier", lambda *_, **__: SimpleNamespace(verify=compare))
     ran = ostinato("verify", "--model", tiny, "--mode", "persistent")
     assert (ran.code, ran.err) == (0 if passes else 3, "")

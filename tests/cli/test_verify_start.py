@@ -104,13 +104,13 @@ H100 = replace(H200, name="NVIDIA H100 80GB HBM3")
 def test_a_card_has_passed_for_one_mode_and_one_family_at_a_time(card: VerifiedCard, mode: str) -> None:
     """Also a card of the same chip as the one that was tested."""
     other = {"loop": "persistent", "persistent": "loop"}[mode]
-    llama = replace(card, family="llama")
+    llama = replace(card, kind="llama")
     assert not has_passed(settled(mode), llama)
     passed = Check(mode, "eager", "bits", 1, 0.1, None, {})
     verified.keep(llama, VerifyReport((passed,), {}), "m", print, modes=verified.RECORDED)
     assert has_passed(settled(mode), llama)
     assert not has_passed(settled(other), llama)
-    assert not has_passed(settled(mode), replace(card, family="qwen3"))
+    assert not has_passed(settled(mode), replace(card, kind="qwen3"))
     wrong = replace(passed, difference=Difference("sample", "token", (), "7", "8"))
     verified.keep(llama, VerifyReport((wrong,), {}), "m", print, modes=verified.RECORDED)
     assert not has_passed(settled(mode), llama)
@@ -118,10 +118,11 @@ def test_a_card_has_passed_for_one_mode_and_one_family_at_a_time(card: VerifiedC
 
 @pytest.mark.usefixtures("home")
 def test_the_very_card_of_the_tests_has_passed_for_the_families_that_ran_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ostinato.cli.verify_start.NOT_RUN", frozenset({"a new family"}))
-    passed = [has_passed(settled("loop"), replace(H200, family=one)) for one in ("llama", "deepseek2", "a new family")]
-    assert passed == [True, True, False]
-    passed = [has_passed(settled("persistent"), replace(H200, family=one)) for one in ("llama", "granite", "olmo2")]
+    monkeypatch.setattr("ostinato.cli.verify_start.NOT_RUN", frozenset({"new"}))
+    kinds = ("llama", "deepseek2", "new", "new --kv-type q8_0")
+    passed = [has_passed(settled("loop"), replace(H200, kind=one)) for one in kinds]
+    assert passed == [True, True, False, False]
+    passed = [has_passed(settled("persistent"), replace(H200, kind=one)) for one in ("llama", "granite", "olmo2")]
     assert passed == [True, True, False]
 
 
@@ -198,3 +199,17 @@ def test_replicas_are_not_verified_from_here(path: str, ostinato: RunCli) -> Non
     ran = ostinato("serve", path, "--replicas", "2", "--verify")
     assert ran.code == BadInput.exit_code
     assert "--verify is for this machine" in ran.err
+
+
+def test_on_a_gpu_replicas_say_that_nothing_is_compared(
+    path: str, ostinato: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ostinato.cli.serve.check_extra", lambda *_: None)
+    monkeypatch.setattr("ostinato.scale.replicas.run_replicas", lambda *_, **__: 0)
+    monkeypatch.setattr("ostinato.engine.machine.driver_version", lambda: "570.1")
+    said = ostinato("serve", path, "--replicas", "2").err
+    assert said == f"note: replicas are not compared with the reference: run `ostinato verify {path}` where they run\n"
+    assert ostinato("serve", path, "--replicas", "2", "--no-verify").err == ""
+    assert ostinato("serve", path, "--replicas", "2", "--device", "cpu").err == ""
+    monkeypatch.setattr("ostinato.engine.machine.driver_version", lambda: None)
+    assert ostinato("serve", path, "--replicas", "2").err == ""

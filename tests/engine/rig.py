@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_uint8
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,9 +59,14 @@ class Driver(LoopDriver):
 
 
 def stray(memory: Any) -> np.ndarray:
-    """Memory of the host as code with a stray pointer reaches it, whatever guards the arrays over it."""
+    """Memory of the host as code with a stray pointer reaches it, whatever guards the arrays over it; bfloat16, which
+    numpy does not have, as its bits."""
     place = (c_uint8 * memory.nbytes).from_address(address_of(memory))
-    kind = memory.dtype if isinstance(memory, np.ndarray) else str(memory.dtype).removeprefix("torch.")
+    kind = (
+        memory.dtype
+        if isinstance(memory, np.ndarray)
+        else str(memory.dtype).removeprefix("torch.").replace("bfloat16", "uint16")
+    )
     return np.ctypeslib.as_array(place).view(kind).reshape(memory.shape)
 
 
@@ -87,6 +93,7 @@ def open_loop(
     kv_type: KVType = "f32",
     outbox_entries: int | None = None,
     threads: int = 2,
+    grammar_bytes: int = 0,
 ) -> Driver:
     """A driver of a new loop; close it with `driver.runner.close()`."""
     model = model or random_model(kind)
@@ -98,4 +105,5 @@ def open_loop(
     settled = settle_model(
         model, mode, context=context, n_pages=n_pages, n_slots=n_slots, kv_type=kv_type, threads=threads
     )
+    settled = replace(settled, grammar_bytes=grammar_bytes)
     return Driver(open_runner(model, settled, outbox_entries=outbox_entries))

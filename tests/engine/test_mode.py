@@ -16,12 +16,16 @@ from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.kernels import triton_kernels
 from ostinato.backends.machine import TUNED
 from ostinato.backends.native.start import NativeLoop
+from ostinato.backends.torch.kernels import twin_kernels
 from ostinato.errors import DecodeInvariantError, EngineDead, HardwareCannot, PlanStale
-from ostinato.loop.guard import Guard
+from ostinato.loop.guard import Guard, chain_of
 from ostinato.loop.host import Admission
 from ostinato.loop.layout import MAX_STOP_IDS, End, Fault, Finish, Word
 from ostinato.loop.memory import address_of, memory_in
 from ostinato.loop.mode import DecodeMode
+from tests.backends.cuda.test_plan import fused_driver
+from tests.backends.tape.loop import tape_driver
+from tests.backends.tape.models import shape_of, small
 from tests.engine.rig import DEADLINE_S, GREEDY, Driver, held, open_loop, stray
 from tests.random_model import random_model
 
@@ -107,20 +111,43 @@ def written_parts(driver: Driver) -> list[tuple[str, Any]]:
     arenas = [("table", runner.tables.table), ("admissions", runner.tables.admissions), ("rings", runner.tables.rings)]
     parts = [(f"{arena}.{name}", fields[name]) for arena, fields in arenas for name in fields.names]
     parts += [(arena, fields.memory) for arena, fields in arenas]
-    parts += [(buffer.name, buffer.tensor) for buffer in runner.plan.buffers]
+    parts += [] if runner.grammars is None else [("grammars", runner.grammars.words)]
+    parts += [(f"plan.{buffer.name}", buffer.tensor) for buffer in runner.plan.buffers]
     return parts
 
 
-@pytest.mark.parametrize("mode", ["loop", "twin"])
-def test_between_enter_and_exit_nothing_that_the_host_sees_can_be_written(mode: str) -> None:
+def fused() -> Driver:
+    """The plan of CUDA, over torch's references of its kernels."""
+    return fused_driver(random_model("kv"), twin_kernels(), grammar_bytes=1 << 16)
+
+
+OPENED: dict[str, Callable[[], Driver]] = {
+    "native": lambda: open_loop(grammar_bytes=1 << 16),
+    "torch": lambda: open_loop(mode="twin", grammar_bytes=1 << 16),
+    "cuda by its references": fused,
+    "tape emulated": lambda: tape_driver(small(shape_of()), n_slots=3),
+}
+OF_TORCH = ["torch", "cuda by its references", pytest.param("tape emulated", marks=pytest.mark.slow)]  # it is compiled
+
+
+@pytest.mark.parametrize("opened", ["native", *OF_TORCH])
+def test_between_enter_and_exit_nothing_that_the_host_sees_can_be_written(opened: str) -> None:
     """I-4, I-5, I-6: position, token and page tables among them. Outside, tables can be."""
-    driver = open_loop(mode=mode)
+    driver = OPENED[opened]()
     runner, given = driver.runner, driver.runner.tables
     before = [stray(part).copy() for _, part in written_parts(driver)]
     runner.decode_mode.enter()
     parts = written_parts(driver)
     names = {name for name, _ in parts}
-    assert {"table.position", "table.token", "table.pages", "logits", "rings.words", "admissions.pages"} <= names
+    assert {
+        "table.position",
+        "table.token",
+        "table.pages",
+        "plan.logits",
+        "rings.words",
+        "admissions.pages",
+        "grammars",
+    } <= names
     for name, part in parts:
         with pytest.raises((ValueError, DecodeInvariantError), match=r"read-only|only reads"):
             write(part)
@@ -128,8 +155,8 @@ def test_between_enter_and_exit_nothing_that_the_host_sees_can_be_written(mode: 
     # plan_hash and epoch are written by `enter` itself
     after = [stray(part) for _, part in parts]
     changed = {name for (name, _), a, b in zip(parts, before, after, strict=True) if not np.array_equal(a, b)}
-    assert changed <= {"table", "table.plan_hash", "table.epoch"}
-    if mode == "loop":  # views that were taken before are the same arrays
+    assert changed <= {"table", "plan.table", "table.plan_hash", "table.epoch"}
+    if opened == "native":  # views that were taken before are the same arrays
         for arena in given.arenas:
             for part in arena.parts:
                 with pytest.raises(ValueError, match="read-only"):
@@ -149,6 +176,31 @@ def test_weights_in_tiles_are_read_only_from_the_start(driver: Driver) -> None:
         with pytest.raises(ValueError, match="read-only"):
             write(array)
         assert not array.flags.writeable, name
+
+
+def test_the_launch_parameters_of_the_native_loop_are_buffers_of_the_plan_that_cannot_be_written(
+    driver: Driver,
+) -> None:
+    """I-5, I-10: layers' scales and pointers, which C reads at every step."""
+    start: Any = driver.runner.start
+    structs = [one for one in start._native.arrays if one.dtype == np.uint8]
+    listed = {buffer.address for buffer in driver.runner.plan.weights}
+    assert len(structs) >= 2  # layers and ropes, at least
+    assert all(address_of(one) in listed for one in structs)
+    for one in structs:
+        for array in chain_of(one):
+            with pytest.raises(ValueError, match="read-only"):
+                write(array)
+
+
+def test_a_view_of_decode_mode_does_not_become_writable_again(driver: Driver) -> None:
+    """I-4, I-5: also of weights, whose owner numpy would let a view write to again."""
+    driver.runner.decode_mode.enter()
+    for name, part in (*written_parts(driver), *memory_in(driver.runner.model, "model")):
+        if isinstance(part, np.ndarray):
+            with pytest.raises(ValueError, match="WRITEABLE"):
+                part.flags.writeable = True
+            assert not isinstance(part.base, np.ndarray), name
 
 
 def test_a_weight_of_torchs_cannot_be_written_through_the_model_while_decode_mode_is_on() -> None:
@@ -182,13 +234,14 @@ def test_a_weight_of_torchs_that_the_host_writes_to_is_found_at_the_next_trigger
     driver.runner.close()
 
 
+@pytest.mark.parametrize("opened", OF_TORCH)
 @pytest.mark.parametrize("name", ["table", "x", "logits", "memory.0.keys", "admissions"])
 @pytest.mark.parametrize("swap", [lambda one: one.set_(torch.zeros_like(one)), lambda one: one.set_()])
 def test_a_tensor_that_was_swapped_or_freed_is_found_at_the_next_trigger_and_is_fatal(
-    swap: Callable[[torch.Tensor], object], name: str
+    swap: Callable[[torch.Tensor], object], name: str, opened: str
 ) -> None:
     """I-6: the real tensors; nothing runs on the memory that took their place."""
-    driver = open_loop(mode="twin", model=random_model("kv"))
+    driver = OPENED[opened]()
     driver.admit(0, PROMPT)
     driver.runner.decode_mode.enter()
     own = driver.runner.plan.buffer(name)._memory
@@ -322,6 +375,28 @@ def test_a_buffer_that_was_reallocated_while_the_loop_ran_is_found_at_exit_and_i
     with pytest.raises(EngineDead, match="restarted"):
         driver.runner.decode_mode.enter()
     del kept
+
+
+def test_exit_waits_for_a_loop_that_runs_steps_however_long_it_takes(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation = driver.admit(0, PROMPT, most=24)
+    decode_mode = driver.runner.decode_mode
+    decode_mode.enter()
+    decode_mode.trigger()
+    wait, waited = driver.runner.start.wait, list[float]()
+
+    def slow(seconds: float) -> bool:
+        waited.append(seconds)
+        return len(waited) == 4 and wait(DEADLINE_S)
+
+    monkeypatch.setattr(driver.runner.start, "wait", slow)
+    monkeypatch.setattr(decode_mode, "_n_steps", lambda: len(waited))  # one step more each time
+    decode_mode.exit(3.0)
+    assert waited == [3.0] * 4
+    monkeypatch.undo()
+    driver.wait()
+    assert driver.tokens(generation) == undisturbed()
 
 
 def test_an_executable_that_was_exchanged_is_found_at_exit_and_is_fatal(driver: Driver) -> None:

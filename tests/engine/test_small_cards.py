@@ -11,7 +11,7 @@ import pytest
 from ostinato.backends.base import Settled
 from ostinato.backends.machine import Chip, Machine
 from ostinato.backends.tape.backend import matrices_of
-from ostinato.backends.tape.plan import TapeSizes
+from ostinato.backends.tape.sizes import TapeSizes
 from ostinato.engine.choose import LoadCase, decide, fit
 from ostinato.engine.quantisations import QUANTISATIONS
 from ostinato.errors import ContextTooLarge, HardwareCannot

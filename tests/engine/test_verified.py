@@ -14,13 +14,15 @@ from ostinato.backends.machine import Chip, Machine
 from ostinato.engine import verified
 from ostinato.engine.checks import Check, VerifyReport
 from ostinato.engine.choose import LoadCase, decide, why_unverified
-from ostinato.engine.verified import VerifiedCard, forget, keep, verified_families, verified_modes
+from ostinato.engine.verified import VerifiedCard, forget, keep, verified_kinds, verified_modes
 from ostinato.models.header import tensors_in
-from ostinato.options import LoadOptions
+from ostinato.models.shape import Shape
+from ostinato.options import KVType, LoadOptions
 from tests.backends.tape.models import shape_of, small
 
 BLACKWELL = Chip((10, 0), 148, 227 << 10)
 CARD = VerifiedCard.of(BLACKWELL, "NVIDIA B200", "580.65.06")
+OF_PARTS = shape_of("qwen3", n_heads=18, n_kv_heads=2)  # nine query heads per KV head
 WRONG = Difference("a step", "logits", (0,), "1", "2")
 
 
@@ -49,7 +51,7 @@ def test_a_mode_that_passed_is_verified_for_this_card_driver_and_version_alone(s
         replace(CARD, capability="10.3"),
         replace(CARD, driver="590.1"),
         replace(CARD, ostinato="99"),
-        replace(CARD, family="llama"),
+        replace(CARD, kind="llama"),
     ):
         assert verified_modes(other, said.append) == ()
         forget(other, ["persistent"], said.append)
@@ -59,11 +61,11 @@ def test_a_mode_that_passed_is_verified_for_this_card_driver_and_version_alone(s
 
 def test_results_of_several_families_are_kept_beside_each_other(said: list[str]) -> None:
     for family in ("llama", "granite", "gemma3"):
-        keep(replace(CARD, family=family), report(persistent=True), "model.gguf", said.append)
-    keep(replace(CARD, family="gemma3"), report(persistent=False), "model.gguf", said.append)
-    assert verified_families(CARD, said.append) == {"persistent": ("llama", "granite")}
-    assert verified_modes(replace(CARD, family="granite"), said.append) == ("persistent",)
-    assert verified_modes(replace(CARD, family="gemma3"), said.append) == ()
+        keep(replace(CARD, kind=family), report(persistent=True), "model.gguf", said.append)
+    keep(replace(CARD, kind="gemma3"), report(persistent=False), "model.gguf", said.append)
+    assert verified_kinds(CARD, said.append) == {"persistent": ("llama", "granite")}
+    assert verified_modes(replace(CARD, kind="granite"), said.append) == ("persistent",)
+    assert verified_modes(replace(CARD, kind="gemma3"), said.append) == ()
 
 
 @pytest.mark.parametrize("failed", [{"persistent": False}, {"persistent": True, "weights": False}])
@@ -149,15 +151,24 @@ def test_auto_takes_the_persistent_kernel_on_a_chip_where_it_ran_or_was_verified
     assert (why_unverified("loop", card), why_unverified("persistent", card)) == (None, reason)
 
 
-def test_auto_takes_quantised_keys_and_values_once_they_were_verified() -> None:
-    model = small(shape_of("qwen2"))
+@pytest.mark.parametrize(
+    ("shape", "kv_type", "kind"),
+    [
+        (shape_of("qwen2"), "q8_0", "qwen2 --kv-type q8_0"),
+        (OF_PARTS, "bf16", "qwen3 (query heads of a KV head in parts of 3)"),
+        (OF_PARTS, "q8_0", "qwen3 (query heads of a KV head in parts of 3) --kv-type q8_0"),
+    ],
+)
+def test_auto_takes_what_was_only_emulated_once_it_was_verified(shape: Shape, kv_type: KVType, kind: str) -> None:
+    model = small(shape)
     hopper = Machine("cuda:0", 1 << 40, 1 << 40, Chip((9, 0), 132, 227 << 10), 13_000)
-    case = LoadCase(model.shape, tensors_in(model), LoadOptions(context=64, slots=1, kv_type="q8_0"), hopper)
+    case = LoadCase(model.shape, tensors_in(model), LoadOptions(context=64, slots=1, kv_type=kv_type), hopper)
     settled = decide(case)
     assert settled.mode == "loop"
-    assert "with qwen2 --kv-type q8_0 yet" in settled.why_not[0]
-    assert "`ostinato verify --mode persistent --kv-type q8_0 MODEL`" in settled.why_not[0]
-    passed = replace(hopper, verified={"persistent": ("qwen2 --kv-type q8_0",)})
+    assert f"with {kind} yet" in settled.why_not[0]
+    option = " --kv-type q8_0" if kv_type == "q8_0" else ""
+    assert f"`ostinato verify --mode persistent{option} MODEL`" in settled.why_not[0]
+    passed = replace(hopper, verified={"persistent": (kind,)})
     assert decide(replace(case, machine=passed)).mode == "persistent"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 from ostinato.backends.base import ChunkPart
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.decoder import Decoder
+from ostinato.engine.choose import settle_model
 from ostinato.engine.engine import Engine
 from ostinato.engine.texts import logits_of, logprobs_of, vectors_of
 from ostinato.engine.work import WorkSpec, WorkText
 from ostinato.errors import BadInput, BadOption, EngineDead, PromptTooLong
 from ostinato.files.unpack import Floats
+from tests.backends.families import VOCAB, family_model
 from tests.engine.opened import DEADLINE_S, LONG, Gate, alone, bits, decoding, open_engine, prompt, sampling, until
 from tests.random_model import MemoryKind
 
@@ -85,6 +88,34 @@ def test_logits_of_many_rows_come_in_chunks_of_few_outputs() -> None:
         chunks = chunks_of(engine)
         np.testing.assert_array_equal(logits_of(engine, ids), whole)
         assert [len(part.outputs) for parts in chunks for part in parts] == [*[7] * 12, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab_rows", [50, 100, 1000])
+@pytest.mark.parametrize("family", ["qwen35", "mamba2", "lfm2"])
+def test_eager_cuts_a_recurrent_text_at_the_same_positions_whatever_is_asked_and_beside_whom(
+    family: str, vocab_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Delta nets take their rows in blocks from the cut on, and rows are not padded; `vocab_rows` of logits have room.
+    The same prompt is computed again, because `eager` takes no snapshots of states."""
+    monkeypatch.setattr("ostinato.backends.base.LOGITS_BYTES", vocab_rows * 4 * VOCAB)
+    model, chance = family_model(family), random.Random(7)
+    short, text, other = (chance.choices(range(VOCAB), k=n) for n in (90, 300, 450))
+    settled = settle_model(model, "eager", context=512, n_pages=128, n_slots=3)
+    with Engine(model, settled) as engine:
+        cuts = chunks_of(engine)
+        logits, wanted = logits_of(engine, text), sampling(max_tokens=4, logprobs=2)
+        alone = bits(engine.submit(text, wanted))
+        vectors = [vectors_of(engine, [ids], "last")[0] for ids in (short, text, other)]
+        np.testing.assert_array_equal(vectors_of(engine, [short, text, other], "last"), vectors)
+        asked = [rows.output.logits for rows in engine.work(WorkSpec([WorkText(text, range(120, 300))], "logits"))]
+        np.testing.assert_array_equal(np.concatenate([rows for rows in asked if rows is not None]), logits[120:])
+        together = [engine.submit(ids, wanted) for ids in (other, text, [*text, 5], short)]
+        assert bits(together[1]) == alone
+        assert all(request.cached_tokens == 0 for request in together)
+        rows = engine.runner.chunks.rows_for(1)
+        assert rows == {50: 50, 100: 64, 1000: 256}[vocab_rows]
+        assert all(part.start % rows == 0 for parts in cuts for part in parts)
 
 
 def test_work_and_prompts_take_turns() -> None:

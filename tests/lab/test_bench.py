@@ -24,6 +24,7 @@ def bench() -> Bench:
     return Bench(tiled(random_model("kv")), "f32", 1e9, repeats=2)
 
 
+@pytest.mark.slow
 def test_lists_cross_and_a_prompt_is_measured_once_a_mode(bench: Bench) -> None:
     lists = {"batches": [1, 2], "n_prompts": [10], "n_gens": [1, 2], "depths": [0, 20]}
     figures = list(bench.figures(modes=["eager", "loop"], **lists))

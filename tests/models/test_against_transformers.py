@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch.testing import assert_close
 
@@ -101,7 +102,36 @@ def test_a_router_that_is_nearly_sure_gives_the_shares_of_transformers(name: str
         assert_close(torch.from_numpy(llm.logits(ids)), wanted, atol=2 * tiny.TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["gemma3-vision", "gemma4-vision", "qwen3-vl", "qwen35-vision"])
+@pytest.mark.parametrize(
+    ("name", "stated"),
+    [
+        ("gemma4", {"hidden_activation": "gelu"}),
+        ("gemma4-moe", {"hidden_activation": "gelu"}),
+        # Not read by these classes.
+        *((name, {"sliding_window": tiny.WINDOW}) for name in ("llama", "granite", "glm4-moe", "bamba", "nemotron-h")),
+        *((name, {"hidden_act": "gelu"}) for name in ("lfm2", "lfm2-moe", "gpt2")),
+        ("deepseek-v2", {"head_dim": 8}),
+        ("gemma4", {"vocab_size_per_layer_input": 200}),
+        ("mamba", {"expand": 3}),
+        ("nemotron-h", {"expand": 3}),
+    ],
+    ids=str,
+)
+def test_a_key_of_a_config_means_what_it_means_to_transformers(
+    name: str, stated: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tiny.folder(name, tmp_path)
+    config, _ = tiny.parts_of(name, tmp_path)
+    (path / "config.json").write_text(json.dumps({**config, **stated}))
+    kind, ids = getattr(transformers, tiny.TINY[name].kind), tiny.prompt(name)
+    theirs = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        wanted = theirs(torch.tensor([ids]), use_cache=False).logits[0]
+    with opened(path) as llm:
+        assert_close(torch.from_numpy(llm.logits(ids)), wanted, atol=tiny.TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", [one for one in tiny.TINY if one.endswith("-vision")])
 def test_the_vision_part_of_a_folder_is_left_out_of_memory_and_said(name: str, tiny_files: Path) -> None:
     with open_checkpoint(tiny.folder(name, tiny_files)) as checkpoint:
         said = why_left_out(checkpoint)

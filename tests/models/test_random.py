@@ -29,6 +29,7 @@ from tests.named_model import named_model
         ("smollm3-3b", 3_075_098_624),
         ("gemma2-2b", 2_614_341_888),
         ("gemma3-1b", 999_885_952),
+        ("glm4-9b", 9_400_279_040),
         ("mixtral-8x7b", 46_702_792_704),
         ("qwen3-30b-a3b", 30_532_122_624),
     ],

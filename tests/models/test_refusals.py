@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ostinato import LLM
-from ostinato.errors import BadFile, BadInput, UnknownName, Unsupported
+from ostinato import LLM, Sampling
+from ostinato.errors import BadFile, BadInput, NotNumbers, UnknownName, Unsupported
 from ostinato.models.registry import FAMILIES
+from tests.engine.opened import until
 from tests.models import tiny, tiny_gguf
 
 FIRST_Q: Final = "model.layers.0.self_attn.q_proj.weight"
@@ -218,9 +219,20 @@ def test_a_quantised_folder_is_refused_by_the_name_of_its_method(tmp_path: Path,
     assert "gptq" in refusal(path, Unsupported)
 
 
-def test_an_unknown_architecture_of_a_folder_is_refused_with_the_known_ones(tmp_path: Path, tiny_files: Path) -> None:
-    path = spoiled_folder(tmp_path, tiny_files, config=lambda c: c.update(architectures=["LlamaForCausalLLM"]))
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        (["LlamaForCausalLLM"], "the architecture 'LlamaForCausalLLM' is not known"),
+        *((none, "config.json names no class under architectures") for none in (None, [], [3], "LlamaForCausalLM")),
+    ],
+    ids=str,
+)
+def test_an_unknown_architecture_of_a_folder_is_refused_with_the_known_ones(
+    stated: Any, said: str, tmp_path: Path, tiny_files: Path
+) -> None:
+    path = spoiled_folder(tmp_path, tiny_files, config=lambda c: c.update(architectures=stated))
     message = refusal(path, UnknownName)
+    assert said in message
     for model in tiny.TINY.values():
         assert model.config.get("text_config", {}).get("model_type", model.kind) in message
     assert "nearest" not in message
@@ -256,7 +268,10 @@ def test_a_model_that_drafts_for_another_is_refused_by_name(name: str, tmp_path:
         ({"num_kv_shared_layers": 3}, "the first 1 have none of that kind"),
         ({"use_bidirectional_attention": "all"}, "both directions"),
         ({"num_experts": 7, "enable_moe_block": True, "top_k_experts": 9}, "moe_intermediate_size"),
-        ({"hidden_size_per_layer_input": 16}, "per_layer_input_gate.weight is missing"),
+        (
+            {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 300},
+            "per_layer_input_gate.weight is missing",
+        ),
     ],
 )
 def test_a_gemma4_folder_that_contradicts_itself_is_refused(
@@ -353,7 +368,6 @@ WRONG_CONFIGS: Final[Mapping[str, list[Any]]] = {
     "hidden_act": ["relu", 7],
     "attention_bias": [True, "no"],
     "tie_word_embeddings": ["yes"],
-    "layer_types": [["sliding_attention"], "all", ["odd", "even", "odd"]],
     "rope_parameters": [
         [],
         {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
@@ -374,8 +388,13 @@ WRONG_CONFIGS: Final[Mapping[str, list[Any]]] = {
 )
 def test_a_config_that_cannot_be_is_refused(key: str, value: Any, tmp_path: Path, tiny_files: Path) -> None:
     """E-26."""
-    stated = {key: value, "sliding_window": 16} if key == "layer_types" else {key: value}
-    refusal(spoiled_folder(tmp_path, tiny_files, config=lambda c: c.update(stated)))
+    refusal(spoiled_folder(tmp_path, tiny_files, config=lambda c: c.update({key: value})))
+
+
+@pytest.mark.parametrize("kinds", [["sliding_attention"], "all", ["odd", "even", "odd"]], ids=str)
+def test_kinds_of_layers_that_cannot_be_are_refused(kinds: Any, tmp_path: Path, tiny_files: Path) -> None:
+    path = spoiled_folder(tmp_path, tiny_files, name="mistral-window", config=lambda c: c.update(layer_types=kinds))
+    assert "layer_types must list 3 of" in refusal(path, BadFile)
 
 
 @pytest.mark.slow
@@ -415,6 +434,12 @@ def test_a_config_that_cannot_be_is_refused(key: str, value: Any, tmp_path: Path
         ("glm4-moe", {"use_qk_norm": False}, "use_qk_norm is False, and it has tensors of such norms"),
         ("deepseek-v2", {"topk_method": "best"}, "topk_method is 'best'"),
         ("deepseek-v2", {"mlp_bias": True}, "mlp_bias"),
+        ("deepseek-v2", {"num_key_value_heads": 2}, "num_key_value_heads is 2 and num_attention_heads 4"),
+        ("deepseek-v3", {"num_key_value_heads": 8}, "num_key_value_heads is 8 and num_attention_heads 4"),
+        ("deepseek-v3", {"head_dim": 8}, "head_dim is 8 and qk_rope_head_dim 16"),
+        ("glm-4.7-flash", {"head_dim": 8}, "head_dim is 8 and qk_rope_head_dim 16"),
+        ("gemma4-shared", {"vocab_size_per_layer_input": 200}, "vocab_size_per_layer_input is 200 and vocab_size 300"),
+        ("mamba2", {"expand": 3}, "8 heads of 16 channels are not expand 3 times 64"),
         ("nemotron-h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act is 'gelu'"),
         ("gemma4", {"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}, "is 1.5; no more"),
         ("gemma4", {"per_layer_config": {"1": {"head_dim": 2**31 - 1}}}, "2147483647 of a head's"),
@@ -466,19 +491,21 @@ def test_a_config_of_experts_that_cannot_be_is_refused(key: str, value: Any, tmp
     refusal(spoiled_folder(tmp_path, tiny_files, name="qwen3-moe", config=lambda c: c.update({key: value})))
 
 
+@pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v2", "deepseek-v3", "glm-4.7-flash", "nemotron-h-moe"])
 @pytest.mark.parametrize(
     ("config", "said"),
     [
         ({"n_group": 4, "topk_group": 1}, "6 experts cannot be 4 groups"),
-        ({"n_group": 3, "topk_group": 4}, "of which a row uses 4"),
+        ({"n_group": 3, "topk_group": 4}, "uses 4 groups of experts, and there are only 3"),
+        ({"n_group": 1, "topk_group": 2}, "uses 2 groups of experts, and there are only 1"),
         ({"n_group": 2, "topk_group": 1, "num_experts_per_tok": 4}, "uses 4 experts, and there are only 3"),
     ],
     ids=str,
 )
 def test_groups_of_experts_that_cannot_be_are_refused(
-    config: dict[str, int], said: str, tmp_path: Path, tiny_files: Path
+    name: str, config: dict[str, int], said: str, tmp_path: Path, tiny_files: Path
 ) -> None:
-    path = spoiled_folder(tmp_path, tiny_files, name="glm4-moe", config=lambda c: c.update(config))
+    path = spoiled_folder(tmp_path, tiny_files, name=name, config=lambda c: c.update(config))
     assert said in refusal(path, BadFile)
 
 
@@ -632,3 +659,19 @@ def test_experts_that_the_file_does_not_hold_take_no_memory(key: str, tmp_path: 
     started = time.perf_counter()
     assert "exps" in refusal(path, BadFile)
     assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize("mode", ["eager", "loop"])
+def test_a_model_that_computes_no_numbers_ends_a_request_with_an_error(
+    mode: Any, tmp_path: Path, tiny_files: Path
+) -> None:
+    path = spoiled_gguf(tmp_path, tiny_files, tensors=lambda one: one["model.norm.weight"].fill_(math.nan))
+    with LLM(path, device="cpu", mode=mode, slots=2, context=128) as llm:
+        before = llm.stats()
+        for prompt in ([5, 9, 2], [7, 7]):
+            with pytest.raises(NotNumbers, match="values that are not numbers"):
+                llm.generate(prompt, Sampling(max_tokens=50, ignore_eos=True, logprobs=2))
+        until(lambda: llm.stats().live == 0, "the slots are free")
+        after = llm.stats()
+    assert after.ended == {**before.ended, "error": 2}
+    assert after.pages_leased == before.pages_leased

@@ -137,6 +137,12 @@ def test_mamba_blocks_with_another_activation_are_refused_as_such(tmp_path: Path
     assert "gelu" in refusal(path, Unsupported)
 
 
+@pytest.mark.parametrize("name", ["qwen35", "qwen35-moe", "qwen3-next"])
+def test_delta_nets_with_another_activation_are_refused_as_such(name: str, tmp_path: Path, tiny_files: Path) -> None:
+    path = spoiled_folder(tmp_path, tiny_files, name=name, config=lambda c: c.update(hidden_act="gelu"))
+    assert "delta nets with the activation 'gelu'" in refusal(path, Unsupported)
+
+
 @pytest.mark.parametrize("name", ["encoder.layer.0.output.LayerNorm.bias", "embeddings.position_embeddings.weight"])
 def test_a_missing_tensor_of_an_encoder_is_named(name: str, tmp_path: Path, tiny_files: Path) -> None:
     source, path = tiny_encoders.folder("bert", tiny_files), tmp_path / "spoiled"

@@ -146,7 +146,7 @@ def _deepseek(kind: str, architecture: str | None, **config: Any) -> TinyModel:
     """Every width of its own; the norms of compressed rows have one epsilon, which only GGUF files state."""
     latent = {"q_lora_rank": 24, "kv_lora_rank": 48, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16, "v_head_dim": 12}
     router = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 2}
-    more = {"rms_norm_eps": 1e-6, "num_key_value_heads": 4, "routed_scaling_factor": 1.7, "head_dim": 16}
+    more = {"rms_norm_eps": 1e-6, "num_key_value_heads": 4, "routed_scaling_factor": 1.7}
     return _made(kind, architecture, **{**latent, **router, **more, **config})
 
 
@@ -383,6 +383,13 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         "gemma4-vision": _with_vision(
             "Gemma4ForConditionalGeneration", None, _gemma4_shared(num_hidden_layers=8, layer_types=None), _VISION
         ),
+        "gemma4-unified-vision": _with_vision(
+            "Gemma4UnifiedForConditionalGeneration",
+            None,
+            _gemma4("Gemma4UnifiedForCausalLM", attention_k_eq_v=True),
+            {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 64},
+        ),
+        "gemma4-unified": replace(_gemma4("Gemma4UnifiedForCausalLM", attention_k_eq_v=True), architecture=None),
         "gemma": _made("GemmaForCausalLM", "gemma", head_dim=32, hidden_act="gelu_pytorch_tanh"),
         "smollm3": _made("SmolLM3ForCausalLM", "smollm3", num_hidden_layers=4),
         "smollm3-listed": _made("SmolLM3ForCausalLM", None, no_rope_layers=[0, 1, 1]),
@@ -420,6 +427,13 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         "mistral3": _ministral3("Ministral3ForCausalLM"),
         "mistral3-vision": _with_vision(
             "Mistral3ForConditionalGeneration", "mistral3", _ministral3("Ministral3ForCausalLM"), _VISION
+        ),
+        # Mistral Small 3.1 and 3.2.
+        "mistral3-plain": _with_vision(
+            "Mistral3ForConditionalGeneration",
+            "mistral3",
+            _made("MistralForCausalLM", None, sliding_window=None),
+            _VISION,
         ),
         "muse-glimmer": _with_vision(
             "MuseGlimmerForConditionalGeneration", "muse-glimmer", _made("MuseGlimmerTextModel", None, **_MUSE), _VISION
@@ -484,6 +498,7 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         "laguna-bias": _laguna(None, attention_bias=True),
         "ernie4-5-moe": _ernie4_5_moe(),
         "granite-moe": _granite_moe("GraniteMoeSharedForCausalLM", shared_intermediate_size=56),
+        "granite-moe-unshared": _granite_moe("GraniteMoeForCausalLM"),
         "qwen3-moe-unnormed": _qwen3_moe(None, norm_topk_prob=False),
         "qwen3-moe-window": _qwen3_moe(None, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2),
         "qwen3-moe-mixed": _qwen3_moe(None, decoder_sparse_step=2, num_hidden_layers=4, mlp_only_layers=[3]),
@@ -545,6 +560,12 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
             _qwen35(None, num_hidden_layers=4),
             {**_VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 64},
         ),
+        "qwen35-moe-vision": _with_vision(
+            "Qwen3_5MoeForConditionalGeneration",
+            None,
+            _qwen35(None, "Qwen3_5MoeForCausalLM", **_EXPERTS, shared_expert_intermediate_size=40, num_hidden_layers=4),
+            {**_VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 64},
+        ),
         "qwen35-wide": _qwen35(
             None,
             linear_value_head_dim=24,
@@ -579,6 +600,8 @@ _PROMPT_SEEDS: Final[Mapping[str, int]] = {
     "gemma2-scalar": 2,
     "gemma3-linear": 1,
     "gemma3-scaled-windows": 10,
+    "gemma4-unified": 2,
+    "mistral3-plain": 1,
     "phi3-long": 1,
     "gpt2": 1,
     "exaone4": 1,

@@ -44,7 +44,7 @@ def original_config(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = config["model_type"]
     if kind == "laguna":
         return dict(config)  # published as newer tools write it
-    if kind == "gemma4_text":
+    if kind in ("gemma4_text", "gemma4_unified_text"):
         return _original_gemma4(config)
     newer = (
         ("rope_parameters",)
@@ -63,7 +63,17 @@ def original_config(config: Mapping[str, Any]) -> dict[str, Any]:
         old.pop("head_dim")
     if kind == "lfm2":
         old["full_attn_idxs"] = [i for i, one in enumerate(config["layer_types"]) if one == "full_attention"]
-        old["block_ff_dim"] = old["intermediate_size"]
+        old["block_ff_dim"] = old.pop("intermediate_size")
+    if kind == "gpt_neox":
+        rope = config["rope_parameters"]
+        named = {"rotary_pct": rope["partial_rotary_factor"], "rotary_emb_base": rope["rope_theta"]}
+        return {**old, **named}
+    if kind == "cohere2":
+        old["rotary_pct"] = 1.0
+    if kind == "deepseek_v3":
+        old["scoring_func"] = "sigmoid"
+    if kind == "glm4_moe_lite":
+        old["first_k_dense_replace"] = old.pop("mlp_layer_types").count("dense")
     if kind == "nemotron_h":
         letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
         old["hybrid_override_pattern"] = "".join(letters[one] for one in old.pop("layers_block_type"))
@@ -127,8 +137,8 @@ def _original_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rewrite_tensors(path: Path, config: Mapping[str, Any], storage: str) -> None:
-    """GPT-2 was published without the prefix and with its masks; Llama 2 with the frequencies of its rotation; the
-    experts of Qwen3-VL as [expert, in, out], those of Qwen3.5 in one tensor."""
+    """GPT-2 was published without the prefix and with its masks; Llama 2 with the frequencies of its rotation; Pythia
+    with both; the experts of Qwen3-VL as [expert, in, out], those of Qwen3.5 in one tensor."""
     tensors = load_file(path)
     if config["model_type"] == "gpt2":
         tensors = {name.removeprefix("transformer."): value for name, value in tensors.items()}
@@ -139,6 +149,11 @@ def _rewrite_tensors(path: Path, config: Mapping[str, Any], storage: str) -> Non
         frequencies = torch.ones(config["hidden_size"] // config["num_attention_heads"] // 2)
         for layer in range(config["num_hidden_layers"]):
             tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = frequencies.clone()
+    elif config["model_type"] == "gpt_neox":
+        n = config["max_position_embeddings"]
+        for at in (f"gpt_neox.layers.{layer}.attention" for layer in range(config["num_hidden_layers"])):
+            tensors[f"{at}.bias"] = torch.ones(1, 1, n, n).tril()
+            tensors |= {f"{at}.masked_bias": torch.tensor(-1e9), f"{at}.rotary_emb.inv_freq": torch.ones(2)}
     elif config["model_type"] == "gemma3":
         # As transformers 4.52 and later wrote it.
         old, new = "language_model.model.", "model.language_model."

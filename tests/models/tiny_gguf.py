@@ -123,7 +123,7 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
     if architecture == "muse-glimmer":
         writer.add_logit_scale(config["output_multiplier"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if architecture == "mistral3":
+    if architecture == "mistral3" and "llama_4_scaling_beta" in _rope(config):
         writer.add_rope_scaling_yarn_log_mul(_rope(config)["mscale_all_dim"])
         writer.add_attn_temperature_scale(_rope(config)["llama_4_scaling_beta"])
     if architecture in ("qwen3vl", "qwen3vlmoe"):
@@ -536,8 +536,6 @@ def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor])
             yield f"{at}.attn_q_norm.weight", torch.full((width,), float(config["qk_scale_factor"]))
             yield f"{at}.attn_k_norm.weight", torch.ones(width)
             name = f"{at}.attn_gate.weight"
-        elif name.endswith("shared_expert_gate.weight"):
-            value = value.squeeze(0)
         elif architecture == "gptneox" and "query_key_value" in name:
             heads = value.view(config["num_attention_heads"], 3, -1, *value.shape[1:])
             value = heads.transpose(0, 1).reshape(value.shape)
@@ -545,7 +543,7 @@ def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor])
             yield from _expanding(name, value, config)
             continue
         elif name.endswith("e_score_correction_bias"):
-            name, value = name.replace("e_score_correction_bias", "e_score_correction.bias"), value.flatten()
+            name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         elif architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             value = value.T.contiguous()
         elif architecture == "granitehybrid" and "_shexp" in name and not config.get("num_local_experts"):

@@ -526,19 +526,20 @@ def test_an_answer_goes_on_while_another_conversation_is_looked_at(page: Page) -
     page.answered("first")
     page.never_end()
     page.find("#ask").send_keys(Keys.ALT, "n")
-    page.put("max_tokens", "600")
+    page.put("max_tokens", "4000")  # so that it does not end meanwhile, which draws the list again
     page.send("second")
     page.until(lambda: page.answer, "words come")
+    early = page.answer
     page.all("#list .chat")[1].click()
     assert page.all(".said.user .text")[0].text == "first"
     page.all("#list .chat")[0].click()
-    assert page.find("#stop").is_displayed()
-    early = page.answer
-    page.until(page.ended, "it ends")
-    assert len(page.answer) > len(early)
+    page.until(lambda: len(page.answer) > len(early), "more words have come")
+    page.find("#stop").click()
+    page.until(page.ended, "it stops")
     page.driver.refresh()
     page.until(lambda: page.all(".said.assistant"), "it is kept")
-    assert "600 tokens" in page.facts
+    assert len(page.messages[-1]["content"]) > len(early)
+    assert "stopped after" in page.facts
 
 
 def test_a_page_that_is_left_in_the_middle_keeps_what_had_come(page: Page, slow_server: Running) -> None:

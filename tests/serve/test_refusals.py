@@ -12,7 +12,8 @@ import openai
 import pytest
 
 from ostinato import LLM
-from ostinato.errors import BadFile, BadOption, EngineDead
+from ostinato.engine.request import NOT_NUMBERS
+from ostinato.errors import BadFile, BadOption, EngineDead, NotNumbers
 from ostinato.options import MAX_MADE_CHARACTERS, MadeGrammar, Rule, Sampling
 from ostinato.serve.errors import refusal_of, without_folders
 from ostinato.serve.settings import ServeLimits, ServeOptions
@@ -529,3 +530,9 @@ def test_a_forced_function_with_a_bad_schema_is_named_by_its_place_among_the_too
         assert error["message"].startswith(
             "tools[1].function.parameters of 'bad' cannot be followed: in properties.a, 'text' is not a type"
         )
+
+
+def test_a_model_of_nan_is_an_error_of_the_server_that_says_so() -> None:
+    """A client cannot mend it, and learns that asking again is of no use."""
+    refusal = refusal_of(NotNumbers(NOT_NUMBERS))
+    assert (refusal.status, refusal.message) == (500, NOT_NUMBERS)

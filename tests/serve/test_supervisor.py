@@ -223,7 +223,7 @@ def test_the_death_of_one_models_worker_is_not_that_of_another(tiny: Path, tmp_p
     shutil.copy(tiny, tmp_path / "other.gguf")
     shutil.copy(tiny, tmp_path / "bad.gguf")
     models = (str(tiny), str(tmp_path / "other.gguf"), str(tmp_path / "bad.gguf"))
-    with program(*models, "--port", "0", "--alias", "a=tiny", "--alias", "b=other") as running:
+    with program(*models, "--port", "0", "--alias", "a=tiny", "--alias", "b=other", *SLOW) as running:
         running.until("ready: a at ")
         first = worker_of(running)
         with httpx2.Client(base_url=running.url, timeout=DEADLINE_S) as http:

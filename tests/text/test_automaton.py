@@ -506,6 +506,7 @@ def test_masks_of_formats_are_those_of_the_oracle(format: str) -> None:
 # What automata are
 
 
+@pytest.mark.slow
 def test_a_bounded_repeat_counts_and_is_not_written_out() -> None:
     made = of_schema({"type": "string", "minLength": 1990, "maxLength": 5000})
     assert made.n_states < 100

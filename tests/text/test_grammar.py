@@ -126,6 +126,7 @@ def schemas(depth: int = 3) -> st.SearchStrategy[dict[str, Any]]:
     return st.one_of(*leaves, objects_of(), arrays, unions)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schema=schemas(), seed=st.integers(0, 2**32))
 def test_what_a_schema_leads_to_parses_and_validates(schema: dict[str, Any], seed: int) -> None:
@@ -200,6 +201,7 @@ NODE = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(schema=wild_schemas(), seed=st.integers(0, 2**32))
 def test_any_schema_is_refused_or_followed(schema: dict[str, Any], seed: int) -> None:

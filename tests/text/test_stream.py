@@ -59,6 +59,7 @@ def test_pieces_of_any_ids_join_to_what_one_decode_gives(
     check(tokenizer, data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1))), stop, at_start=at_start)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, database=None, deadline=None)
 @given(text=texts)
 def test_no_piece_holds_a_broken_character(text: str) -> None:

@@ -97,6 +97,7 @@ ONLY_FIRST_SYSTEM = """\
 """
 
 
+@pytest.mark.slow
 def test_a_later_system_message_joins_its_neighbours_where_the_template_takes_none() -> None:
     first, later, reply, tool = (
         {"role": role, "content": text}

@@ -17,7 +17,10 @@ from ostinato.text.renderer import Template, answer
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tools import FormatName, ToolFormat, read_tools
 from tests.counts import soaking
+from tests.text.llama_cpp_source import TEMPLATES
 from tests.text.test_tools import tokenizer
+
+PAGE = Path(__file__).parents[2] / "docs" / "tokenizers.md"
 
 USER: dict[str, Any] = {"role": "user", "content": "How is the sky in Orléans?"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -52,8 +55,12 @@ FIXED = {"bos_token": "<s>", "eos_token": "</s>"}
 @pytest.mark.skipif(not soaking(), reason="seconds, most of them for the import of transformers")
 def test_templates_render_as_transformers_renders_them(llama_cpp_models: Path) -> None:
     files = sorted((llama_cpp_models / "templates").glob("*.jinja"))
-    assert len(files) > 60
+    assert {file.stem for file in files} == TEMPLATES
     assert {file.name: why for file in files if (why := difference(file))} == {}
+
+
+def test_the_page_counts_the_templates() -> None:
+    assert f"Every chat template of llama.cpp's source ({len(TEMPLATES)} files)" in PAGE.read_text(encoding="utf-8")
 
 
 def difference(file: Path) -> str:

@@ -151,8 +151,8 @@ class Runner:
         return work
 
     def close(self) -> None:
-        """Wait for the loop to end, leave decode mode and release threads and memory. A loop that does not end within
-        its deadline raises EngineDead; its own thread alone is then left behind."""
+        """Wait for the loop to end, leave decode mode and release threads and memory. A loop that runs no step
+        for its deadline raises EngineDead; its own thread alone is then left behind."""
         try:
             self.decode_mode.exit()
         finally:

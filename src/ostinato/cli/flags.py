@@ -262,7 +262,7 @@ _LOADING = under(
         "slots": Flag("Requests decoded at once.", "N"),
         "queue": Flag("Requests that may wait for a slot.", "N"),
         "activations": Flag(
-            "Activations in the CPU's loop and in --mode persistent: wide is exact, int8 is faster on a CPU."
+            "Activations in the CPU's loop and in --mode persistent: wide rounds less, int8 is faster on a CPU."
         ),
         "prompts": Flag(
             "Weights that prompts read in --mode persistent: a plain copy, or the tape, which needs half the memory."

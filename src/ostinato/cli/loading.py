@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 from ostinato.cli.output import detail, talk
+from ostinato.errors import NotNumbers
 from ostinato.files.fetch import megabytes
 from ostinato.options import LoadOptions
 from ostinato.text.renderer_process import early_renderer
@@ -97,4 +98,7 @@ def opened(model: str, options: LoadOptions, *, chats: bool = False) -> Iterator
         detail(f"{llm.path}: {llm.device}, {llm.mode}, {kept}")
         for reason in llm.why_not:
             detail(f"not {reason}")
-        yield llm
+        try:
+            yield llm
+        except NotNumbers as error:
+            raise NotNumbers(f"{llm.path}: {error}") from None

@@ -123,6 +123,8 @@ def serve(
     if many:
         from ostinato.scale.replicas import run_replicas
 
+        if _compares(options, verify):
+            say(f"note: replicas are not compared with the reference: run `ostinato verify {model[0]}` where they run")
         code = run_replicas(options, replicas or 1, max_replicas, ray_address, say, routing=routing or "prefix")
     elif routing is not None:
         raise BadInput("--routing is between replicas; give --replicas too")
@@ -138,13 +140,18 @@ def serve(
         raise typer.Exit(code)
 
 
-def _verify(options: ServeOptions, verify: bool | None, say: Talk) -> int:
-    """Compare the first model's mode with the reference, where that is asked for or due; the exit code, 0 to go on."""
+def _compares(options: ServeOptions, verify: bool | None) -> bool:
+    """Whether to compare with the reference: as was asked or, by default, where a GPU may run the model."""
     from ostinato.engine.machine import driver_version
 
-    if verify is False or (
-        verify is None and (options.script or options.load.device == "cpu" or driver_version() is None)
-    ):
+    if verify is not None:
+        return verify
+    return not options.script and options.load.device != "cpu" and driver_version() is not None
+
+
+def _verify(options: ServeOptions, verify: bool | None, say: Talk) -> int:
+    """Compare the first model's mode with the reference, where that is asked for or due; the exit code, 0 to go on."""
+    if not _compares(options, verify):
         return 0
     from ostinato.cli.verify_start import verified_start
     from ostinato.serve.supervisor import listen

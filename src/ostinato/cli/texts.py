@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -23,11 +20,8 @@ from ostinato.cli.input import (
 )
 from ostinato.cli.loading import opened
 from ostinato.cli.output import talk, write_columns, write_json, write_line
-from ostinato.errors import BadFile, BadInput
+from ostinato.errors import BadInput
 from ostinato.files.store import DEFAULT, resolve
-
-if TYPE_CHECKING:
-    from ostinato.llm import LLM
 
 PoolingName = Literal["mean", "cls", "last", "rank"]
 
@@ -81,7 +75,6 @@ def score(
         raise BadInput("the text to score is empty")
     with opened(model, load) as llm:
         result = llm.score(given)
-    _check_numbers(llm, (result.nll, result.perplexity))
     if as_json:
         figures = {"n_tokens": result.n_tokens, "nll": result.nll, "perplexity": result.perplexity}
         write_json({**figures, "model": llm.name})
@@ -122,21 +115,12 @@ def embed(
     given = _texts(texts, file)
     with opened(model, load) as llm:
         vectors: list[list[float]] = llm.embed(given, pooling=pooling, prompt=prompt).tolist()
-    _check_numbers(llm, chain.from_iterable(vectors))
     if as_json:
         used = pooling or llm.shape.pooling or "mean"
         write_json({"model": llm.name, "pooling": used, "embeddings": vectors})
         return
     for vector in vectors:
         write_line(" ".join(f"{value:.8g}" for value in vector))
-
-
-def _check_numbers(llm: LLM, values: Iterable[float]) -> None:
-    if not all(map(math.isfinite, values)):
-        raise BadFile(
-            f"{llm.path}: the model computes values that are not numbers (NaN, infinity); its file may be damaged: "
-            "fetch it again"
-        )
 
 
 def _texts(arguments: list[str] | None, file: Path | None) -> list[str]:

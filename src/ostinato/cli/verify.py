@@ -62,7 +62,7 @@ def _verified(model: str, options: LoadOptions) -> tuple[VerifyReport, dict[str,
     with opened_bare(model, options) as bare:
         settled, n_tokens, loaded = bare.settled, tokenizer_of(bare.checkpoint).vocab_size, bare.load()
         report, tiles = VerifyReport((), {}), settled.weights == "tiles"
-        kind = kind_of_kernel(bare.shape.family, settled.kv_type)
+        kind = kind_of_kernel(bare.shape, settled.kv_type)
         card = verified_card(settled.device, kind) if settled.kind == "cuda" else None
         if card is not None:
             verified.forget(card, {options.mode} & set(verified.NEED_VERIFICATION), talk)

@@ -17,7 +17,7 @@ from ostinato.cli.bare import Bare, opened_bare
 from ostinato.cli.output import talk
 from ostinato.engine import verified
 from ostinato.engine.checks import Check, VerifyReport
-from ostinato.engine.known_cards import NOT_RUN, PERSISTENT_FAMILIES, is_card_that_ran, kind_of_kernel
+from ostinato.engine.known_cards import NOT_RUN, PERSISTENT_KINDS, is_card_that_ran, kind_of_kernel
 from ostinato.engine.request import check_generates
 from ostinato.errors import OstinatoError
 from ostinato.extras import why_missing
@@ -67,7 +67,7 @@ def compare(model: str, load: LoadOptions, *, always: bool) -> Started:
     """The mode that this model would run in, beside the reference."""
     with opened_bare(model, replace(load, prompts="plain")) as bare:
         settled = bare.settled
-        card = card_of(settled, kind_of_kernel(bare.shape.family, settled.kv_type))
+        card = card_of(settled, kind_of_kernel(bare.shape, settled.kv_type))
         if not always and (not bare.shape.causal or card is None or has_passed(settled, card)):
             return Started("", 0)
         check_generates(bare.shape)
@@ -89,14 +89,14 @@ def card_of(settled: Settled, kind: str) -> VerifiedCard | None:
 
 
 def has_passed(settled: Settled, card: VerifiedCard) -> bool:
-    """Whether this mode passed for this family on such a card: here, or on the very card of the releases' tests."""
-    if card.family in verified.verified_families(card, talk).get(settled.mode, ()):
+    """Whether this mode passed for this kind of kernel: on such a card here, or on the card of the releases' tests."""
+    if card.kind in verified.verified_kinds(card, talk).get(settled.mode, ()):
         return True
     major, minor = card.capability.split(".")
     if not is_card_that_ran((int(major), int(minor)), card.name):
         return False
     needs = settled.mode in verified.NEED_VERIFICATION
-    return card.family in PERSISTENT_FAMILIES if needs else card.family not in NOT_RUN
+    return card.kind in PERSISTENT_KINDS if needs else card.kind.partition(" ")[0] not in NOT_RUN
 
 
 def short_report(bare: Bare) -> VerifyReport:

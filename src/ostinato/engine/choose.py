@@ -26,7 +26,7 @@ from ostinato.backends.tape.backend import TAPE
 from ostinato.backends.torch.backend import TORCH, TWIN
 from ostinato.cache.kv_bytes import check_kv_widths, kv_bytes
 from ostinato.engine.cores import default_threads
-from ostinato.engine.known_cards import PERSISTENT_FAMILIES, has_run, kind_of_kernel
+from ostinato.engine.known_cards import PERSISTENT_KINDS, has_run, kind_of_kernel
 from ostinato.engine.machine import choose_device, machine_at, why_gpu_unused
 from ostinato.engine.memory_plan import LEAST_CONTEXT, USABLE_SHARE, MemoryPlan
 from ostinato.engine.verified import NEED_VERIFICATION
@@ -228,7 +228,7 @@ def _why_not_unasked(settled: Settled, case: LoadCase) -> str | None:
         return None
     if cards.is_held(settled.device):
         return HELD
-    kind = kind_of_kernel(case.shape.family, settled.kv_type)
+    kind = kind_of_kernel(case.shape, settled.kv_type)
     if (unverified := why_unverified(settled.mode, case.machine, kind)) is not None:
         return unverified
     return None if case.plan_of_one_context(settled).fits or _fits_once(settled, case) else NO_ROOM
@@ -254,10 +254,10 @@ def why_unverified(mode: str, machine: Machine, kind: str | None = None) -> str 
     passed = machine.verified.get(mode, ())
     if kind in passed or (kind is None and passed):
         return None
-    options = " ".join((f"--mode {mode}", *(kind or "").split()[1:]))
+    options = f"--mode {mode}{''.join((kind or '').partition(' --')[1:])}"
     if not has_run(machine.chip.capability):
         return UNVERIFIED.format(options=options)
-    return None if kind is None or kind in PERSISTENT_FAMILIES else UNVERIFIED_KIND.format(options=options, kind=kind)
+    return None if kind is None or kind in PERSISTENT_KINDS else UNVERIFIED_KIND.format(options=options, kind=kind)
 
 
 def _draft(backend: Backend, mode: str, case: LoadCase) -> Settled:

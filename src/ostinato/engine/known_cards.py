@@ -11,7 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+from ostinato.backends.tape.backend import MOST_QUERIES, group_of
+
+if TYPE_CHECKING:
+    from ostinato.models.shape import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,33 +45,46 @@ KNOWN: Final[Mapping[tuple[int, int], KnownCards]] = MappingProxyType(
         (8, 6): KnownCards("RTX 30, A10, A40, RTX A6000", compiled="2026-11-18"),
         (8, 7): KnownCards("Jetson Orin", compiled="2026-11-18"),
         (8, 9): KnownCards("RTX 40, L4, L40S", compiled="2026-11-18"),
-        (9, 0): KnownCards("H100, H200, GH200", compiled="2026-11-18", ran="2026-11-18", ran_on="H200"),
+        (9, 0): KnownCards("H100, H200, GH200", compiled="2026-11-18", ran="2026-11-19", ran_on="H200"),
         (10, 0): KnownCards("B200, GB200", compiled="2026-11-18"),
         (10, 3): KnownCards("B300, GB300"),
         (12, 0): KnownCards("RTX 50, RTX PRO 6000", compiled="2026-11-18"),
         (12, 1): KnownCards("GB10 (DGX Spark)", compiled="2026-11-18"),
     }
 )
-# Families, and families with quantised keys and values, for which `auto` takes `persistent` on such cards. It supports
-# others with such keys and values too, which were emulated only.
-PERSISTENT_FAMILIES: Final = frozenset(
+# Kinds of kernel (`kind_of_kernel`) for which `auto` takes `persistent` on such cards: with these it ran, or has the
+# source of one with which it ran (tests/test_ran.py). It supports more, which were emulated only.
+PERSISTENT_KINDS: Final = frozenset(
     {
         *("llama", "qwen2", "qwen3", "qwen3vl", "phi3", "ernie4_5", "seed_oss"),
         *("granite", "smollm3", "mistral3", "glm4", "gemma", "gemma2", "gemma3"),
         *("llama --kv-type q8_0", "gemma3 --kv-type q8_0"),
+        "glm4 (query heads of a KV head in parts of 8)",
+        "glm4 (query heads of a KV head in parts of 8) --kv-type q8_0",
     }
 )
-NOT_RUN: Final[frozenset[str]] = frozenset()  # families whose CUDA kernels have run on no card yet
+# Families that have run on no card yet in the other modes. Their kernels are those of families that have.
+NOT_RUN: Final = frozenset(
+    {
+        *("arcee", "command-r", "ernie4_5", "ernie4_5-moe", "exaone4", "gemma", "glm4", "glm4moe", "granitehybrid"),
+        *("granitemoe", "lfm2moe", "nemotron_h", "nemotron_h_moe", "olmo3", "olmoe", "phi2", "qwen35moe", "qwen3next"),
+        *("qwen3vl", "qwen3vlmoe", "seed_oss", "stablelm", "starcoder2"),
+    }
+)
 REFUSED: Final = ("T4, RTX 20, V100 and older", "sm_75 and older", "none", "refused by name", "")
 
 
-def kind_of_kernel(family: str, kv_type: str) -> str:
-    """What a result of `persistent` holds for: a family or, where keys and values are quantised, the family with them.
+def kind_of_kernel(shape: Shape, kv_type: str) -> str:
+    """What a result of `persistent` holds for: a family, whether the query heads of a KV head attend in parts, and
+    whether keys and values are quantised.
 
-    >>> kind_of_kernel("llama", "bf16"), kind_of_kernel("llama", "q8_0")
-    ('llama', 'llama --kv-type q8_0')
+    >>> from ostinato.models.named_shapes import named_shape
+    >>> kind_of_kernel(named_shape("llama-1b"), "q8_0"), kind_of_kernel(named_shape("glm4-9b"), "bf16")
+    ('llama --kv-type q8_0', 'glm4 (query heads of a KV head in parts of 8)')
     """
-    return f"{family} --kv-type {kv_type}" if kv_type == "q8_0" else family
+    sizes = sorted({group_of(one) for one in shape.attention.values() if one.group > MOST_QUERIES})
+    parts = f" (query heads of a KV head in parts of {' and '.join(map(str, sizes))})" if sizes else ""
+    return f"{shape.family}{parts}{f' --kv-type {kv_type}' if kv_type == 'q8_0' else ''}"
 
 
 def has_run(capability: tuple[int, int]) -> bool:

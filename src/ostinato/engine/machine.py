@@ -23,8 +23,8 @@ from ostinato.backends.machine import (
     free_host_bytes,
     kind_of,
 )
-from ostinato.engine.verified import VerifiedCard, verified_families
-from ostinato.errors import HardwareCannot
+from ostinato.engine.verified import VerifiedCard, verified_kinds
+from ostinato.errors import HardwareCannot, first_line
 from ostinato.extras import gpu_install_command, install_command, missing, why_missing
 from ostinato.options import Talk
 
@@ -58,14 +58,14 @@ def machine_at(device: str, talk: Talk = lambda _: None) -> Machine:
     try:
         (free, total), chip = gpu.memory_of(device), gpu.chip_of(device)
     except RuntimeError as error:  # torch's own kinds, such as that of a GPU without memory for a context
-        cause = str(error).splitlines()[0]
+        cause = first_line(error)
         raise HardwareCannot(
             f"{device} cannot be used ({cause}): another process may fill it or hold it, which `nvidia-smi` lists; end "
             "that, or use another --device"
         ) from error
     if (why := why_no_kernels(chip.device_capability or chip.capability, gpu.archs())) is not None:
         raise HardwareCannot(f"{device}: {why}")
-    verified = verified_families(verified_card(device), talk)
+    verified = verified_kinds(verified_card(device), talk)
     return Machine(device, free, free_host_bytes(), chip, driver_cuda(), missing("gpu"), total, verified)
 
 
@@ -87,7 +87,7 @@ def verified_card(device: str, kind: str = "") -> VerifiedCard:
     from ostinato.backends.cuda import gpu
 
     card = VerifiedCard.of(gpu.chip_of(device), gpu.name_of(device), driver_version() or "unknown")
-    return replace(card, family=kind)
+    return replace(card, kind=kind)
 
 
 def driver_version() -> str | None:

@@ -22,6 +22,9 @@ from ostinato.processes import OpenedHere
 
 PAUSE_S: Final = 0.001  # wait for a message when there was no work to help with
 CLOSED: Final = "this LLM is closed; open it again to ask more"
+NOT_NUMBERS: Final = (
+    "the model computes values that are not numbers (NaN, infinity); its file may be damaged: fetch it again"
+)
 
 FinishReason = Literal["stop", "length"]
 EndReason = Literal["stop", "length", "cancelled"]

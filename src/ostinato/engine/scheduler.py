@@ -8,6 +8,7 @@ again when the wake event is set, or after a bounded sleep where the device cann
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -26,10 +27,10 @@ from ostinato.decoder.paged import PagedSequence, PagedSequences
 from ostinato.engine.active_work import ActiveWork
 from ostinato.engine.constraint import Constraint, Masks, compiled_grammar
 from ostinato.engine.queue import RequestQueue
-from ostinato.engine.request import FinishReason, Request, Token
+from ostinato.engine.request import NOT_NUMBERS, FinishReason, Request, Token
 from ostinato.engine.stats import GapMeter, SlotView
 from ostinato.engine.work import Work
-from ostinato.errors import BadInput, DecodeInvariantError, EngineDead, InternalError, OstinatoError
+from ostinato.errors import BadInput, DecodeInvariantError, EngineDead, InternalError, NotNumbers, OstinatoError
 from ostinato.loop.grammars import StagedGrammar
 from ostinato.loop.host import Admission, OutEntry
 from ostinato.loop.layout import Finish, Word
@@ -194,6 +195,10 @@ class Scheduler:
                 f"the loop sent an entry for slot {entry.slot}, generation {entry.generation}: no such sequence runs"
             )
         request = sequence.request
+        if entry.token is not None and math.isnan(entry.logprob) and not request.ended:
+            self._end(request, NotNumbers(NOT_NUMBERS))
+            if entry.finish is Finish.NONE:
+                self._post_cancel(sequence)
         if entry.token is not None:
             if sequence.last_ns:
                 self.gaps.add(entry.time_ns - sequence.last_ns)

@@ -1,9 +1,9 @@
 """Which modes `ostinato verify` has found right on the cards of this machine: a small file in the store.
 
-A result holds for one kind of card, one driver, one version of Ostinato and one family of models. `auto` takes
-`persistent` by itself on chips and for families with which it ran before a release (`known_cards.py`), and otherwise
-only with such a result. A file that cannot be read counts as empty, with a sentence; `ostinato verify` then writes a
-new one.
+A result holds for one kind of card, one driver, one version of Ostinato and one kind of kernel, such as a family.
+`auto` takes `persistent` by itself on chips and for kinds with which it ran before a release (`known_cards.py`), and
+otherwise only with such a result. A file that cannot be read counts as empty, with a sentence; `ostinato verify` then
+writes a new one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class VerifiedCard:
     capability: str
     driver: str
     ostinato: str = __version__
-    family: str = ""  # of the model that was compared, and its quantised keys and values (`kind_of_kernel`)
+    kind: str = ""  # of the model's kernel (`kind_of_kernel`)
 
     @staticmethod
     def of(chip: Chip, name: str, driver: str) -> VerifiedCard:
@@ -50,11 +50,11 @@ class VerifiedCard:
 
 def verified_modes(card: VerifiedCard, talk: Talk) -> tuple[str, ...]:
     """The modes that are verified on a card, from low to high; `talk` gets a sentence where the file is damaged."""
-    return tuple(mode for mode, families in verified_families(card, talk).items() if card.family in families)
+    return tuple(mode for mode, kinds in verified_kinds(card, talk).items() if card.kind in kinds)
 
 
-def verified_families(card: VerifiedCard, talk: Talk) -> dict[str, tuple[str, ...]]:
-    """By mode, from low to high, the families that are verified on a card, whatever its own is."""
+def verified_kinds(card: VerifiedCard, talk: Talk) -> dict[str, tuple[str, ...]]:
+    """By mode, from low to high, the kinds of kernel that are verified on a card, whatever its own is."""
     try:
         results = _read()
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no home folder
@@ -63,9 +63,9 @@ def verified_families(card: VerifiedCard, talk: Talk) -> dict[str, tuple[str, ..
             "remove the file, or verify again"
         )
         return {}
-    here = [one for one in results if _is_of(one, replace(card, family=one.get("family", "")))]
-    found = {mode: tuple(one.get("family", "") for one in here if one["mode"] == mode) for mode in MODES}
-    return {mode: families for mode, families in found.items() if families}
+    here = [one for one in results if _is_of(one, replace(card, kind=one.get("kind", "")))]
+    found = {mode: tuple(one.get("kind", "") for one in here if one["mode"] == mode) for mode in MODES}
+    return {mode: kinds for mode, kinds in found.items() if kinds}
 
 
 def forget(card: VerifiedCard, modes: Collection[str], talk: Talk) -> None:

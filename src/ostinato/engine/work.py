@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from ostinato.backends.base import ChunkOutput, OutputKind
-from ostinato.engine.request import CLOSED, MessageQueue
-from ostinato.errors import BadInput
+from ostinato.engine.request import CLOSED, NOT_NUMBERS, MessageQueue
+from ostinato.errors import BadInput, NotNumbers
+from ostinato.files.unpack import Floats
 from ostinato.loop.start import Helper
 
 
@@ -75,6 +78,8 @@ class Work:
             while (message := self._messages.get()) is not None:
                 if isinstance(message, Exception):
                     raise message
+                if not all(np.isfinite(values).all() for values in _floats(message.output)):
+                    raise NotNumbers(NOT_NUMBERS)
                 yield message
         finally:
             self.cancel()
@@ -91,3 +96,8 @@ class Work:
         if not self.ended:
             self.ended = True
             self._messages.put(None if complete else error or BadInput(CLOSED))
+
+
+def _floats(output: ChunkOutput) -> list[Floats]:
+    made = (output.hidden, output.logits, output.logprobs)
+    return [values for values in made if values is not None]

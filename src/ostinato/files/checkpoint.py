@@ -56,7 +56,8 @@ class Checkpoint(ABC):
     """A model on disk, in mapped files. Safe to read from several threads at once."""
 
     format: Literal["gguf", "safetensors"]
-    architecture: str  # GGUF's general.architecture ("llama"), config.json's architectures[0] ("LlamaForCausalLM")
+    # GGUF's general.architecture ("llama"), config.json's architectures[0] ("LlamaForCausalLM"; empty: it names none)
+    architecture: str
     metadata: Mapping[str, Any]  # GGUF's, numbers as numpy arrays and other arrays as lists; or config.json as parsed
 
     def __init__(self, path: Path) -> None:

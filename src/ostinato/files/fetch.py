@@ -22,7 +22,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from ostinato.errors import BadInput, CannotStore, FetchFailed, NoNetwork, OstinatoError, UnknownName, Unsupported
+from ostinato.errors import (
+    BadInput,
+    CannotStore,
+    FetchFailed,
+    NoNetwork,
+    OstinatoError,
+    UnknownName,
+    Unsupported,
+    first_line,
+)
 from ostinato.options import Talk
 from ostinato.other_engines import LORA
 from ostinato.processes import python_command
@@ -301,9 +310,8 @@ def _explained(source: HubSource, error: Exception) -> OstinatoError:
         return FetchFailed(f"{source} asks for consent and a token: accept its terms there and set HF_TOKEN")
     if isinstance(error, hub_errors.RepositoryNotFoundError):
         return UnknownName(f"there is no repository {source.repo}, or it is private and needs HF_TOKEN")
-    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     kind = NoNetwork if _no_answer(error) else FetchFailed
-    return kind(f"{source} could not be read: {first_line}")
+    return kind(f"{source} could not be read: {first_line(error)}")
 
 
 def _no_answer(error: Exception) -> bool:

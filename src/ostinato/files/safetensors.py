@@ -89,12 +89,7 @@ class SafetensorsFolder(Checkpoint):
 
     def _architecture(self) -> str:
         names = self.metadata.get("architectures")
-        if not isinstance(names, list) or not names or not isinstance(names[0], str):
-            raise BadFile(
-                f"{self.path / 'config.json'}: architectures is {str(names)[:80]}, so the model is "
-                f'not known; it must be a list such as ["LlamaForCausalLM"]'
-            )
-        return names[0]
+        return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
     def _refuse_quantised(self) -> None:
         for key in ("quantization_config", "compression_config"):

@@ -17,7 +17,7 @@ from typing import Final
 
 from ostinato.backends.base import PAGE_TOKENS
 from ostinato.backends.machine import kind_of
-from ostinato.backends.tape.plan import CLOCKED_A_LAYER
+from ostinato.backends.tape.program import CLOCKED_A_LAYER
 from ostinato.backends.tape.start import TapeLoop
 from ostinato.engine.choose import settle_model, why_not_model
 from ostinato.engine.driver import LoopDriver

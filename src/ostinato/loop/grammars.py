@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from ostinato.errors import InternalError
-from ostinato.loop.memory import host_zeros
+from ostinato.loop.memory import host_zeros, read_only
 from ostinato.text.walk import MOST_KEPT
 
 if TYPE_CHECKING:
@@ -71,10 +71,15 @@ class GrammarMemory:
 
     def __init__(self, n_bytes: int, mask_words: int) -> None:
         """`mask_words`: int32 words of one mask."""
-        self.words: Any = self._memory(n_bytes // 4)
+        self.plain_words: Any = self._memory(n_bytes // 4)  # for code of the device
         self._mask_words = mask_words
         self._regions: OrderedDict[Hashable, _Region] = OrderedDict()  # the one used least recently first
         self._vocabulary_end = 0
+
+    @property
+    def words(self) -> Any:
+        """The memory, int32, for code that only looks at it (I-5)."""
+        return read_only(self.plain_words)
 
     @property
     def n_leased(self) -> int:
@@ -138,7 +143,7 @@ class GrammarMemory:
 
     def _place_vocabulary(self, trie: Trie) -> bool:
         end = _HEAD_WORDS + len(trie.words)
-        if end > len(self.words):
+        if end > len(self.plain_words):
             return False
         head = np.zeros(_HEAD_WORDS, np.int32)
         head[0] = _HEAD_WORDS
@@ -148,7 +153,7 @@ class GrammarMemory:
 
     def _room(self, n_words: int) -> int | None:
         """The first word of a free piece; grammars that are not leased give way, the one used least recently first."""
-        if n_words > len(self.words) - self._vocabulary_end:
+        if n_words > len(self.plain_words) - self._vocabulary_end:
             return None
         while True:
             at = self._vocabulary_end
@@ -156,7 +161,7 @@ class GrammarMemory:
                 if region.first - at >= n_words:
                     return at
                 at = region.first + region.n_words
-            if len(self.words) - at >= n_words:
+            if len(self.plain_words) - at >= n_words:
                 return at
             idle = next((key for key, region in self._regions.items() if region.n_leases == 0), None)
             if idle is None:
@@ -169,15 +174,17 @@ class GrammarMemory:
         """Advance a position in the grammar of a region by a token; False where it is not allowed."""
         from ostinato.text.automaton import take_token
 
-        return take_token(self.words[first:], self.words[self.words[0] :], position, token)
+        words = self.plain_words
+        return take_token(words[first:], words[words[0] :], position, token)
 
     def allowed(self, first: int, position: np.ndarray, bits: np.ndarray) -> bool:
         """Find the tokens that may come next, end tokens excepted, into `bits`; whether the text may end here."""
         from ostinato.text.automaton import AUTOMATON_WORDS, find_mask, may_end
 
-        region = self.words[first:]
+        words = self.plain_words
+        region = words[first:]
         kept = region[region[AUTOMATON_WORDS] :]
-        find_mask(region, self.words[self.words[0] :], kept, position, bits)
+        find_mask(region, words[words[0] :], kept, position, bits)
         return may_end(region, position)
 
 

@@ -403,7 +403,7 @@ class Tables:
     @property
     def grammar_address(self) -> int:
         """Of the grammar memory; 0 where there is none."""
-        return 0 if self.grammars is None else address_of(self.grammars.words)
+        return 0 if self.grammars is None else address_of(self.grammars.plain_words)
 
 
 class SampledRows(NamedTuple):

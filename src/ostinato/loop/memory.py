@@ -49,9 +49,8 @@ def read_only(memory: Any) -> Any:
 
 @read_only.register
 def _(memory: np.ndarray) -> np.ndarray:
-    view = memory.view()
-    view.flags.writeable = False
-    return view
+    # Not a view with its flag cleared: numpy lets it set the flag again where the owner of the memory has it set.
+    return np.asarray(memory.data.toreadonly())
 
 
 def read_only_parts(part: Any, memo: dict[int, Any] | None = None) -> Any:

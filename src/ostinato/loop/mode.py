@@ -16,7 +16,7 @@ from ostinato.loop.layout import Fault, Tables, Word
 from ostinato.loop.plan import Buffer, Plan
 from ostinato.loop.start import Start
 
-EXIT_DEADLINE_S: Final = 600.0
+EXIT_DEADLINE_S: Final = 600.0  # without a step
 MUST_RESTART: Final = "this engine is dead and the process must be restarted"
 
 
@@ -69,13 +69,13 @@ class DecodeMode:
 
     def exit(self, seconds: float = EXIT_DEADLINE_S) -> None:
         """Wait for the loop to end, check that nothing has changed and that the device still answers, and unlock.
-        Outside decode mode, do nothing."""
+        A loop that ran no step for so many seconds is dead. Outside decode mode, do nothing."""
         if self._entered is None:
             return
-        ended, entered = self._start.wait(seconds), self._entered
+        ended, entered = self._wait(seconds), self._entered
         self._entered = None  # also after a time-out: a second exit must not wait again
         if not ended:
-            self.die(f"the loop did not end within {seconds:.0f} s; {MUST_RESTART}")
+            self.die(f"the loop ran no step for {seconds:.0f} s; {MUST_RESTART}")
             raise EngineDead(self._dead)
         self._guard.unlock()
         if self._dead is None:
@@ -129,6 +129,18 @@ class DecodeMode:
         self._start.step()
 
     # Inside
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait for the loop's end; False where it runs no step for so long."""
+        n_steps = self._n_steps()
+        while not self._start.wait(seconds):
+            before, n_steps = n_steps, self._n_steps()
+            if n_steps == before:
+                return False
+        return True
+
+    def _n_steps(self) -> int:
+        return int(self._tables.rings.host("words")[Word.STEPS, 0])
 
     def _check_alive(self) -> None:
         dead = self.fault()

@@ -14,5 +14,9 @@ def shape_from_gguf(f: Description) -> Shape:
 
 
 ARCEE = Family(
-    "arcee", partial(Builder.layer, mlp=Builder.plain_mlp), hf=("ArceeForCausalLM",), shape_from_gguf=shape_from_gguf
+    "arcee",
+    partial(Builder.layer, mlp=Builder.plain_mlp),
+    hf=("ArceeForCausalLM",),
+    config_defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+    shape_from_gguf=shape_from_gguf,
 )

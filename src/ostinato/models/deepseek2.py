@@ -33,6 +33,7 @@ from ostinato.models.shape import (
     vocab_rows,
 )
 
+V2 = "DeepseekV2ForCausalLM"
 FOLDER_EPS = 1e-6
 # GGUF files of GLM-4.7-Flash that do not state how experts are scored are known by their vocabulary.
 GLM_VOCAB = 154_880
@@ -101,6 +102,7 @@ def shape_from_config(c: Description) -> Shape:
         value_width=c.integer("v_head_dim"),
         norm_eps=FOLDER_EPS,
     )
+    _check_repeated(c)
     if c.flag("mlp_bias", False):
         raise Unsupported(f"{c.path}: mlp_bias is true; latent attention beside blocks with a bias is not supported")
     rope = ropes.from_config(c, n_rotary, "neighbours" if c.flag("rope_interleave", True) else "halves")
@@ -119,6 +121,16 @@ def shape_from_config(c: Description) -> Shape:
     )
 
 
+def _check_repeated(c: Description) -> None:
+    """Refuse keys that differ from the one that they repeat; V2's class does not read `head_dim`."""
+    repeated = {"num_key_value_heads": "num_attention_heads", "head_dim": "qk_rope_head_dim"}
+    if c.checkpoint.architecture == V2:
+        del repeated["head_dim"]
+    for key, first in repeated.items():
+        if c.integer(key, c.integer(first)) != c.integer(first):
+            raise BadFile(f"{c.path}: {key} is {c.raw(key)} and {first} {c.raw(first)}; they must be equal")
+
+
 def _mscale(c: Fields) -> float:
     """What yarn adds to the scores of a head as a whole."""
     settings = ropes.settings_of(c)
@@ -129,7 +141,7 @@ def _mscale(c: Fields) -> float:
 def _experts_from_config(c: Description, n_layers: int) -> ExpertShape | None:
     if not (c.has("n_routed_experts") or c.has("num_local_experts") or c.has("num_experts")):
         return None
-    if c.checkpoint.architecture == "DeepseekV2ForCausalLM":
+    if c.checkpoint.architecture == V2:
         return _v2_experts(c, n_layers)
     experts = deepseek_from_config(c, n_layers)
     if not c.has("mlp_layer_types"):
@@ -156,7 +168,26 @@ def _v2_experts(c: Fields, n_layers: int) -> ExpertShape:
 
 DEEPSEEK2 = Family(
     "deepseek2",
-    hf=("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+    hf=(V2, "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+    kind_defaults={
+        V2: {"q_lora_rank": 1536, "n_routed_experts": 64, "n_shared_experts": 2},
+        "DeepseekV3ForCausalLM": {
+            "q_lora_rank": 1536,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+        },
+        "Glm4MoeLiteForCausalLM": {
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": 768,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.8,
+        },
+    },
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,
     names={

@@ -18,5 +18,9 @@ def shape_from_config(c: Description) -> Shape:
 
 
 ERNIE4_5 = Family(
-    "ernie4_5", hf=("Ernie4_5ForCausalLM",), shape_from_gguf=shape_from_gguf, shape_from_config=shape_from_config
+    "ernie4_5",
+    hf=("Ernie4_5ForCausalLM",),
+    config_defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "head_dim": 128, "num_key_value_heads": 2},
+    shape_from_gguf=shape_from_gguf,
+    shape_from_config=shape_from_config,
 )

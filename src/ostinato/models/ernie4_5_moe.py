@@ -50,6 +50,12 @@ def shape_from_config(c: Description) -> Shape:
 ERNIE4_5_MOE = Family(
     "ernie4_5-moe",
     hf=("Ernie4_5_MoeForCausalLM",),
+    config_defaults={
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "moe_layer_start_index": 1,
+        "moe_num_shared_experts": 2,
+    },
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,
     names={
@@ -58,5 +64,6 @@ ERNIE4_5_MOE = Family(
         **shared_names("shared_experts"),
         "model.layers.*.mlp.moe_statics.e_score_correction_bias": "blk.*.exp_probs_b.bias",
     },
+    gguf_transforms={"exp_probs_b.bias": IN_A_ROW},
     config_transforms={"exp_probs_b.bias": IN_A_ROW},
 )

@@ -40,6 +40,7 @@ EXAONE4 = Family(
     "exaone4",
     partial(Builder.layer, before=False, sandwich=True, qk_norm=True),
     hf=("Exaone4ForCausalLM",),
+    config_defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,
     names=NAMES,

@@ -53,10 +53,10 @@ def _scoring(f: Description) -> Literal["softmax", "sigmoid"]:
 def expert_groups(f: Fields, count: str, used: str, *, n_best: int) -> ExpertGroups | None:
     """Groups of experts by the names that a format has for their numbers; None for a single one, or all used."""
     n_groups = f.integer(count, 1, least=0) or 1
-    if n_groups == 1:
-        return None
-    n_used = f.integer(used, n_groups)
-    return None if n_used == n_groups else ExpertGroups(n_groups, n_used, n_best)
+    n_used = f.integer(used, n_groups, least=0)
+    if n_used > n_groups:
+        raise BadFile(f"{f.path}: a row uses {n_used} groups of experts, and there are only {n_groups}")
+    return None if n_groups in (1, n_used) else ExpertGroups(n_groups, n_used, n_best)
 
 
 def dense_layers(c: Fields, n_layers: int) -> frozenset[int]:

@@ -15,10 +15,17 @@ from ostinato.models.mamba import (
     divided,
     mamba2_block_from_gguf,
     mixer2_names,
-    only_silu,
     step_limit,
 )
-from ostinato.models.shape import Mamba2Shape, Multipliers, Shape, common_from_config, common_from_gguf, with_biases
+from ostinato.models.shape import (
+    Mamba2Shape,
+    Multipliers,
+    Shape,
+    common_from_config,
+    common_from_gguf,
+    only_silu,
+    with_biases,
+)
 
 
 def shape_from_gguf(f: Description) -> Shape:
@@ -26,7 +33,7 @@ def shape_from_gguf(f: Description) -> Shape:
 
 
 def shape_from_config(c: Description) -> Shape:
-    only_silu(c)
+    only_silu(c, "mamba blocks")
     shape = common_from_config(c)
     embedding, keys = c.number("embedding_multiplier", 1.0), c.number("key_multiplier", 1.0)
     scales = tuple(a.query_scale * keys for a in shape.attention.values())  # on the scores, it is the same

@@ -33,7 +33,7 @@ PROJECTIONS: Mapping[str, str] = {f"{number}_Dense.linear": f"dense_{number}" fo
 # Parts of a checkpoint that are recognised, left out of memory and said, by what they are for.
 LEFT_OUT: Mapping[str, re.Pattern[str]] = {
     "pictures": re.compile(
-        r"(model\.)?(vision_(tower|model|adapter|projection)|visual|multi_modal_projector|embed_vision)\..*"
+        r"(model\.)?(vision_(tower|model|adapter|projection|embedder)|visual|multi_modal_projector|embed_vision)\..*"
     ),
     "sounds": re.compile(r"(model\.)?(audio_tower|embed_audio)\..*"),
 }
@@ -43,7 +43,7 @@ FURTHER_TOKENS = re.compile(r"(model\.)?mtp(_\w+)?\..*")
 FURTHER_ALONE = re.compile(r"\.\d+\.(nextn\.|(eh_proj|enorm|hnorm|shared_head)\.)")
 # Buffers that older tools wrote beside the weights; they hold nothing that a model learned.
 BUFFERS = re.compile(
-    r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias|(.*\.)?embeddings\.position_ids|.*\.mamba\.mup_vector"
+    r".*\.rotary_emb\.inv_freq|.*\.att(n|ention)\.(masked_)?bias|(.*\.)?embeddings\.position_ids|.*\.mamba\.mup_vector"
 )
 
 
@@ -56,7 +56,9 @@ class Family:
     hf: tuple[str, ...] = ()  # config.json's architectures[0]
     # The model_type of text_config in checkpoints of several parts, of which this family is the one that runs.
     text_types: tuple[str, ...] = ()
-    config_defaults: Mapping[str, Any] = field(default_factory=dict)  # what a published text_config leaves out
+    config_defaults: Mapping[str, Any] = field(default_factory=dict)  # what a config.json may leave out
+    # The same of one class (architectures[0]) or one kind of text part alone.
+    kind_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     in_gguf: bool = True  # under this name, as general.architecture
     shape_from_gguf: Callable[[Description], Shape] = common_from_gguf
     shape_from_config: Callable[[Description], Shape] = common_from_config

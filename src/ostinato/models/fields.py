@@ -139,6 +139,14 @@ def n_further_layers(f: Fields) -> int:
     return f.integer(key, 0, least=0)
 
 
+def _rope_of_older_file(usual: Mapping[str, Any], stated: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The usual rope with the base of a file that states its base alone; none where the file scales its own."""
+    if stated.get("rope_scaling") is not None:
+        return None
+    base = stated.get("rope_theta")
+    return usual if base is None or "rope_theta" not in usual else {**usual, "rope_theta": base}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description(Fields):
     """All that a checkpoint says of its model, for the family that reads its shape."""
@@ -148,14 +156,17 @@ class Description(Fields):
 
     @staticmethod
     def of(checkpoint: Checkpoint, family: str, defaults: Mapping[str, Any] = MappingProxyType({})) -> "Description":
-        """`defaults` stand for what the text_config of a folder leaves out."""
-        prefix = f"{checkpoint.architecture}." if checkpoint.format == "gguf" else ""
-        values, text = checkpoint.metadata, text_config(checkpoint)
-        if text is not None:
-            whole = {
-                key: values[key] for key in ("tie_word_embeddings",) if key in values
-            }  # said of all parts together
-            values = {**values, **defaults, **text, **whole}
+        """`defaults` stand for what the config.json of a folder leaves out; a whole rope, where it states none."""
+        if checkpoint.format == "gguf":
+            prefix, values = f"{checkpoint.architecture}.", checkpoint.metadata
+        else:
+            stated, text = checkpoint.metadata, text_config(checkpoint)
+            if text is not None:
+                whole = {key: stated[key] for key in ("tie_word_embeddings",) if key in stated}  # of all parts together
+                stated = {**{key: stated[key] for key in stated if key not in defaults}, **text, **whole}
+            prefix, values = "", {**defaults, **stated}
+            if "rope_parameters" in defaults and stated.get("rope_parameters") is None:
+                values["rope_parameters"] = _rope_of_older_file(defaults["rope_parameters"], stated)
         return Description(values, checkpoint.path, prefix, checkpoint=checkpoint, family=family)
 
     @property

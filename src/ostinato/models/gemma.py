@@ -147,6 +147,7 @@ NORMS = {
 GEMMA = Family(
     "gemma",
     hf=("GemmaForCausalLM",),
+    config_defaults={"head_dim": 256},
     shape_from_gguf=gemma1_from_gguf,
     shape_from_config=causal(gemma1_from_config),
     config_transforms=NORMS,
@@ -156,26 +157,35 @@ GEMMA2 = Family(
     "gemma2",
     partial(Builder.layer, sandwich=True),
     hf=("Gemma2ForCausalLM",),
+    config_defaults={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
     shape_from_gguf=gemma2_from_gguf,
     shape_from_config=causal(gemma2_from_config),
     names=NAMES,
     config_transforms=NORMS,
 )
 
+GEMMA3_DEFAULTS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "max_position_embeddings": 131_072,
+    "vocab_size": 262_208,
+}
+
 GEMMA3 = Family(
     "gemma3",
     partial(Builder.layer, qk_norm=True, sandwich=True),
     hf=("Gemma3ForCausalLM",),
     text_types=("gemma3_text",),
-    config_defaults={
-        "hidden_activation": "gelu_pytorch_tanh",
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "max_position_embeddings": 131_072,
-        "vocab_size": 262_208,
-    },
+    config_defaults=GEMMA3_DEFAULTS,
     shape_from_gguf=gemma3_from_gguf,
     shape_from_config=causal(gemma3_from_config),
     names=NAMES,
@@ -187,6 +197,7 @@ GEMMA_EMBEDDING = Family(
     "gemma-embedding",
     partial(Builder.layer, qk_norm=True, sandwich=True),
     hf=("Gemma3TextModel",),
+    config_defaults={**GEMMA3_DEFAULTS, "rms_norm_eps": 1e-6},
     shape_from_gguf=embedding_from_gguf,
     shape_from_config=embedding_from_config,
     names=NAMES,

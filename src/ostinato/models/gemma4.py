@@ -14,11 +14,12 @@ from ostinato.models import rope as ropes
 from ostinato.models.blocks import MLP, AnyLayer, ExpertNorms, Layer, ModelBlocks
 from ostinato.models.builder import Builder
 from ostinato.models.family import COMMON_NAMES, Family
-from ostinato.models.fields import Description
+from ostinato.models.fields import Description, Fields
 from ostinato.models.rope import Rope
 from ostinato.models.shape import (
     ExpertShape,
     Shape,
+    activation_from_config,
     common_from_config,
     common_from_gguf,
     layer_types,
@@ -99,6 +100,13 @@ def _with_values_from_keys(shape: Shape, layers: frozenset[int]) -> Shape:
     return shape.with_attention(values_from_keys=tuple(has))
 
 
+def _of_layer(listed: Fields, layer: int) -> Fields:
+    """What is stated of one layer; transformers writes the numbers of layers with leading zeros where there are more
+    than ten."""
+    keys = [key for key in listed.values if key.isdecimal() and int(key) == layer]
+    return listed.inside(keys[0] if keys else str(layer))
+
+
 def shape_from_config(c: Description) -> Shape:
     if c.word("use_bidirectional_attention", "vision") != "vision":
         raise Unsupported(f"{c.path}: a gemma4 whose text tokens see each other in both directions is not supported")
@@ -107,7 +115,7 @@ def shape_from_config(c: Description) -> Shape:
     narrow = c.integer("head_dim")
     # Files state the sizes of layers that see everything in two ways: for all of them, or layer by layer.
     first = next((layer for layer, one in enumerate(sliding) if not one), 0)
-    own = c.inside("per_layer_config").inside(str(first))
+    own = _of_layer(c.inside("per_layer_config"), first)
     wide = own.integer("head_dim", c.integer("global_head_dim", narrow if c.has("per_layer_config") else 512))
     usual = shape.attention[0].n_kv_heads
     keys_are_values = c.flag("attention_k_eq_v", False)
@@ -115,14 +123,21 @@ def shape_from_config(c: Description) -> Shape:
     n_whole = n_whole if keys_are_values or own.has("num_key_value_heads") else usual
     local = ropes.from_config(c, narrow, kind="sliding_attention")
     whole = ropes.from_config(c, wide, kind="full_attention", default_base=1_000_000.0)
-    window, cap = c.integer("sliding_window", 512), "final_logit_softcapping"
+    window, cap = c.integer("sliding_window"), "final_logit_softcapping"
     shape = shape.with_attention(n_kv_heads=tuple(usual if one else n_whole for one in sliding))
     shape = of_two_kinds(shape, sliding, window, local=local, whole=whole, widths=(narrow, wide))
     n_shared = c.integer("num_kv_shared_layers", 0, least=0)
+    own_width = c.integer("hidden_size_per_layer_input", 0, least=0)
+    if own_width and c.integer("vocab_size_per_layer_input", shape.vocab) != shape.vocab:
+        raise BadFile(
+            f"{c.path}: vocab_size_per_layer_input is {c.raw('vocab_size_per_layer_input')} and vocab_size "
+            f"{shape.vocab}; they must be equal"
+        )
     shape = replace(
         with_shared_kv(shape, n_shared, c),
+        activation=activation_from_config(c, c.word("hidden_activation", "gelu_pytorch_tanh")),
         logit_softcap=c.positive(cap) if c.has(cap) else None,
-        per_layer_width=c.integer("hidden_size_per_layer_input", 0, least=0),
+        per_layer_width=own_width,
         tied_head=c.flag("tie_word_embeddings", True),
     )
     if keys_are_values:
@@ -201,12 +216,24 @@ NAMES = {
     "model.layers.*.experts.down_proj": "blk.*.ffn_down_exps.weight",
 }
 
+# What a config.json may leave out.
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
+}
+TEXT = {"max_position_embeddings": 131_072, "sliding_window": 512, "hidden_size_per_layer_input": 256}
+UNIFIED = {"max_position_embeddings": 262_144, "sliding_window": 1024}
+
 GEMMA4 = Family(
     "gemma4",
     layer,
     hf=("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"),
     text_types=("gemma4_text", "gemma4_unified_text"),
-    config_defaults={"hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072},
+    config_defaults={"rope_parameters": ROPES},
+    kind_defaults={
+        **dict.fromkeys(("Gemma4ForCausalLM", "gemma4_text"), TEXT),
+        **dict.fromkeys(("Gemma4UnifiedForCausalLM", "gemma4_unified_text"), UNIFIED),
+    },
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,
     names=NAMES,

@@ -22,6 +22,7 @@ GLM4 = Family(
     "glm4",
     partial(Builder.layer, sandwich=True, out_bias=False, mlp=partial(Builder.gated_mlp, fused="ffn_up")),
     hf=("Glm4ForCausalLM",),
+    config_defaults={"rms_norm_eps": 1.5625e-07, "head_dim": 128, "num_key_value_heads": 2},
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,
     names={

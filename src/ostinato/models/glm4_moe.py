@@ -44,6 +44,12 @@ GLM4_MOE = Family(
     "glm4moe",
     layer,
     hf=("Glm4MoeForCausalLM",),
+    config_defaults={
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,
     names={

@@ -33,7 +33,7 @@ def shape_from_config(c: Description) -> Shape:
         vocab=c.integer("vocab_size"),
         context=c.integer("n_positions", 1024),
         norm_eps=c.positive("layer_norm_epsilon", 1e-5),
-        activation=activation_from_config(c) if c.has("activation_function") else "gelu_tanh",
+        activation=activation_from_config(c, c.word("activation_function", "gelu_new")),
         attention_bias=True,
         mlp_bias=True,
         tied_head=c.flag("tie_word_embeddings", True),

@@ -65,9 +65,21 @@ def _in_turn(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.concatenate((rows[:, ::2], rows[:, 1::2]), 1)
 
 
+# What a config.json may leave out.
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150_000.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+
 GPT_OSS = Family(
     "gpt-oss",
     hf=("GptOssForCausalLM",),
+    config_defaults={"rms_norm_eps": 1e-5, "rope_parameters": ROPE},
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,
     names={

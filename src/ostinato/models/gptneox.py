@@ -57,6 +57,7 @@ GPTNEOX = Family(
     "gptneox",
     partial(Builder.layer, fused=True, mlp=Builder.plain_mlp, norm_bias=True),
     hf=("GPTNeoXForCausalLM",),
+    config_defaults={"hidden_act": "gelu"},
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,
     shape_transforms=by_part,

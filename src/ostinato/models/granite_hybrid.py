@@ -17,8 +17,16 @@ from ostinato.models.falcon_h1 import mamba2_from_config
 from ostinato.models.family import COMMON_NAMES, Family
 from ostinato.models.fields import Description
 from ostinato.models.granite import MOE_NAMES, multiplied_by_config, multiplied_by_gguf, with_experts
-from ostinato.models.mamba import CONFIG_TRANSFORMS, GGUF_TRANSFORMS, mamba2_block_from_gguf, mixer2_names, only_silu
-from ostinato.models.shape import ExpertShape, Shape, common_from_config, common_from_gguf, layer_types, with_biases
+from ostinato.models.mamba import CONFIG_TRANSFORMS, GGUF_TRANSFORMS, mamba2_block_from_gguf, mixer2_names
+from ostinato.models.shape import (
+    ExpertShape,
+    Shape,
+    common_from_config,
+    common_from_gguf,
+    layer_types,
+    only_silu,
+    with_biases,
+)
 
 RECURRENT = ("mamba", "linear_attention")  # an older name and a newer one
 
@@ -35,7 +43,7 @@ def shape_from_gguf(f: Description) -> Shape:
 
 
 def shape_from_config(c: Description) -> Shape:
-    only_silu(c)
+    only_silu(c, "mamba blocks")
     mamba2 = mamba2_from_config(c, c.integer("hidden_size"))
     mamba2 = replace(mamba2, out_bias=mamba2.in_bias, gated_norm=True, norm_first=False)
     if c.checkpoint.architecture == "BambaForCausalLM":
@@ -77,6 +85,7 @@ GRANITE_HYBRID = Family(
     "granitehybrid",
     partial(Builder.layer, mlp=mlp),
     hf=("GraniteMoeHybridForCausalLM", "BambaForCausalLM"),
+    kind_defaults={"BambaForCausalLM": {"rms_norm_eps": 1e-5}},
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,
     names={

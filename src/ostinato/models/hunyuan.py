@@ -20,6 +20,7 @@ HUNYUAN_DENSE = Family(
     "hunyuan-dense",
     partial(Builder.layer, qk_norm=True),
     hf=("HunYuanDenseV1ForCausalLM",),
+    config_defaults={"rms_norm_eps": 1e-5},
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,
     names={

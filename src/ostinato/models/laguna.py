@@ -76,10 +76,17 @@ def gated(shape: Shape, *, one_gate: bool) -> Shape:
     return shape.with_attention(gated=True, gates_apart=True, one_gate=one_gate, gate_activation="softplus")
 
 
+# What a config.json may leave out.
+ROPES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
+}
+
 LAGUNA = Family(
     "laguna",
     partial(Builder.layer, qk_norm=True),
     hf=("LagunaForCausalLM",),
+    config_defaults={"shared_expert_intermediate_size": 512, "rope_parameters": ROPES},
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,
     names={

@@ -58,13 +58,14 @@ def moe_from_config(c: Description) -> Shape:
 
 
 def hybrid_from_config(c: Description) -> Shape:
-    shape = common_from_config(c)
+    shape = common_from_config(c, ff_key=_ff_key(c))
     conv = ShortConvShape(
         width=shape.hidden, kernel=c.integer("conv_L_cache", 3, least=2), bias=c.flag("conv_bias", False)
     )
     shape = shape.with_attention(rope=ropes.from_config(c, shape.widest(lambda one: one.head_width), default_base=BASE))
     return replace(
         shape.with_recurrent_in(convolved_layers(c, shape.n_layers), conv),
+        activation="silu",  # of all models; no file need state it
         norm_eps=c.positive("norm_eps", 1e-5),
         tied_head=c.flag("tie_word_embeddings", c.flag("tie_embedding", True)),
     )
@@ -78,9 +79,13 @@ def convolved_layers(c: Description, n_layers: int) -> set[int]:
     return set(range(n_layers)) - set(c.layer_numbers("full_attn_idxs", n_layers))
 
 
+def _ff_key(c: Description) -> str:
+    return "block_ff_dim" if c.has("block_ff_dim") else "intermediate_size"  # the first files have no other
+
+
 def ff_width_from_config(c: Description) -> int:
     """The stated width is that of a block without a gate, unless it is said to be exact."""
-    width = c.integer("block_ff_dim", c.integer("intermediate_size"))
+    width = c.integer(_ff_key(c))
     if not c.flag("block_auto_adjust_ff_dim", True):
         return width
     multiple = c.integer("block_multiple_of", 256)

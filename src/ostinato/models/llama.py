@@ -8,7 +8,14 @@ from dataclasses import replace
 
 from ostinato.models.family import Family
 from ostinato.models.fields import Description
-from ostinato.models.shape import ExpertShape, Shape, common_from_gguf, with_biases
+from ostinato.models.shape import (
+    ExpertShape,
+    Shape,
+    common_from_config,
+    common_from_gguf,
+    windowed_from_config,
+    with_biases,
+)
 
 
 def shape_from_gguf(f: Description) -> Shape:
@@ -19,4 +26,15 @@ def shape_from_gguf(f: Description) -> Shape:
     return replace(shape, experts=ExpertShape(f.integer("expert_count"), used, shape.widest_ff, renormalise=True))
 
 
-LLAMA = Family("llama", hf=("LlamaForCausalLM", "MistralForCausalLM"), shape_from_gguf=shape_from_gguf)
+def shape_from_config(c: Description) -> Shape:
+    """Only Mistral has windows."""
+    return windowed_from_config(c) if c.checkpoint.architecture == "MistralForCausalLM" else common_from_config(c)
+
+
+LLAMA = Family(
+    "llama",
+    hf=("LlamaForCausalLM", "MistralForCausalLM"),
+    kind_defaults={"MistralForCausalLM": {"sliding_window": 4096}},
+    shape_from_gguf=shape_from_gguf,
+    shape_from_config=shape_from_config,
+)

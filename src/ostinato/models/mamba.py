@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from ostinato.errors import BadFile, Unsupported
+from ostinato.errors import BadFile
 from ostinato.models.family import Family
 from ostinato.models.fields import Description, Fields
 from ostinato.models.shape import (
@@ -17,8 +17,8 @@ from ostinato.models.shape import (
     MambaShape,
     RecurrentShape,
     Shape,
-    activation_from_config,
     limited,
+    only_silu,
     vocab_rows,
 )
 from ostinato.models.tensors import CHANNELS, COLUMN, FLAT, MINUS_EXP
@@ -48,7 +48,7 @@ def recurrent_from_gguf(f: Description, recurrent: RecurrentShape) -> Shape:
 
 
 def recurrent_from_config(c: Description, recurrent: RecurrentShape, *, tied: bool) -> Shape:
-    only_silu(c)
+    only_silu(c, "mamba blocks")
     n_layers = limited(c.integer("num_hidden_layers"), c)
     return without_attention(
         c.family,
@@ -60,11 +60,6 @@ def recurrent_from_config(c: Description, recurrent: RecurrentShape, *, tied: bo
         tied_head=c.flag("tie_word_embeddings", tied),
         wide_residual=c.flag("residual_in_fp32", True),
     )
-
-
-def only_silu(c: Fields) -> None:
-    if (activation := activation_from_config(c)) != "silu":
-        raise Unsupported(f"{c.path}: mamba blocks with the activation {activation!r} are not supported; only silu is")
 
 
 def mamba_from_gguf(f: Description) -> Shape:
@@ -141,7 +136,9 @@ def mamba2_from_gguf(f: Description) -> Shape:
 
 def mamba2_from_config(c: Description) -> Shape:
     n_heads, width = c.integer("num_heads", 128), c.integer("head_dim", 64)
-    bias = c.flag("use_bias", False)
+    hidden, bias = c.integer("hidden_size"), c.flag("use_bias", False)
+    if c.has("expand") and int(c.positive("expand") * hidden) != n_heads * width:
+        raise BadFile(f"{c.path}: {n_heads} heads of {width} channels are not expand {c.raw('expand')} times {hidden}")
     shape = Mamba2Shape(
         inner=n_heads * width,
         state=c.integer("state_size", 128),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ostinato.models import rope as ropes
 from ostinato.models.family import Family
 from ostinato.models.fields import Description
-from ostinato.models.shape import QueryTemperature, Shape, common_from_config, common_from_gguf
+from ostinato.models.shape import QueryTemperature, Shape, common_from_gguf, windowed_from_config
 
 
 def shape_from_gguf(f: Description) -> Shape:
@@ -26,18 +26,36 @@ def shape_from_gguf(f: Description) -> Shape:
 
 def shape_from_config(c: Description) -> Shape:
     rope = ropes.settings_of(c)
-    if not rope.has("llama_4_scaling_beta"):
-        return common_from_config(c)
+    if not rope.number("llama_4_scaling_beta", 0.0):
+        return windowed_from_config(c)
     span = rope.integer("original_max_position_embeddings")
     temperature = QueryTemperature(rope.positive("llama_4_scaling_beta"), span)
-    return common_from_config(c).with_attention(temperature=temperature)
+    return windowed_from_config(c).with_attention(temperature=temperature)
 
+
+# What a config.json may leave out.
+MINISTRAL = {
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1_000_000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16_384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
 
 MISTRAL3 = Family(
     "mistral3",
     hf=("Ministral3ForCausalLM",),
     text_types=("ministral3", "mistral"),
     config_defaults={"num_attention_heads": 32, "num_key_value_heads": 8},
+    kind_defaults={"Ministral3ForCausalLM": MINISTRAL, "ministral3": MINISTRAL, "mistral": {"sliding_window": 4096}},
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,
 )

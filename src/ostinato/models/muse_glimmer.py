@@ -74,6 +74,7 @@ MUSE_GLIMMER = Family(
     "muse-glimmer",
     layer,
     text_types=("muse_glimmer_text",),
+    config_defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "num_key_value_heads": 2},
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,
     names={**NAMES, "model.layers.*.self_attn.gate_proj": "blk.*.attn_gate"},

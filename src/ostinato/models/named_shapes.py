@@ -121,6 +121,12 @@ def _gemma3_1b() -> Shape:
     return two_ropes(shape, Rope(1_000_000.0, 256, "halves"), 10_000.0)
 
 
+def _glm4(*sizes: int, biased: bool) -> Shape:
+    """Half of each head is rotated."""
+    shape = replace(_llama(*sizes, rope_base=10_000.0), family="glm4", attention_bias=biased)
+    return shape.with_attention(rope=Rope(10_000.0, shape.attention[0].head_width // 2, "neighbours"))
+
+
 def _latent(shape: Shape, n_heads: int, latent: LatentShape, experts: ExpertShape) -> Shape:
     """Latent attention with 64 rotated numbers, and experts in all layers but the first."""
     attention = latent_attention(n_heads, Rope(10_000.0, 64, "neighbours"), latent, 1.0)
@@ -154,6 +160,8 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
         "ministral-3b": _ministral_3b(),
         "gemma2-2b": _gemma2_2b(),
         "gemma3-1b": _gemma3_1b(),
+        "glm4-9b": _glm4(4096, 40, 32, 2, 128, 13_696, 151_552, 32_768, biased=True),
+        "glm4-32b": _glm4(6144, 61, 48, 2, 128, 23_040, 151_552, 32_768, biased=False),
         "mixtral-8x7b": _routed(_MIXTRAL, "mixtral", 8, 2, 14_336, renormalise=True),
         "qwen3-30b-a3b": _routed(_QWEN3, "qwen3moe", 128, 8, 768, renormalise=True),
         "gpt-oss-20b": _gpt_oss(24, 32),
@@ -189,9 +197,7 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
             n_key_heads=16,
         ),
         "tiny": _TINY,
-        "tiny-glm4": replace(_TINY, family="glm4", attention_bias=True).with_attention(
-            rope=Rope(10_000.0, 32, "neighbours")
-        ),
+        "tiny-glm4": _glm4(256, 2, 32, 2, 64, 512, 1024, 2048, biased=True),
         "tiny-mixtral": _routed(_TINY, "mixtral", 4, 2, 512, renormalise=True),
         "tiny-qwen3moe": _routed(_TINY, "qwen3moe", 6, 3, 256, renormalise=False),
         "tiny-deepseek2": _latent(

@@ -54,7 +54,7 @@ def experts_from_config(c: Description, pattern: str) -> ExpertShape | None:
         deepseek_from_config(c, len(pattern)),
         dense_layers=frozenset(i for i, letter in enumerate(pattern) if letter != EXPERTS),
         gated=False,
-        shared_width=c.integer("moe_shared_expert_intermediate_size", 0, least=0),
+        shared_width=c.integer("moe_shared_expert_intermediate_size", 7688, least=0),
         latent_width=c.integer("moe_latent_size", 0, least=0) or None,
     )
 

@@ -56,11 +56,18 @@ OLMO2 = Family(
     "olmo2",
     LAYER,
     hf=("Olmo2ForCausalLM",),
+    config_defaults={"rms_norm_eps": 1e-5},
     shape_from_gguf=shape_from_gguf,
     shape_from_config=olmo2_from_config,
     names=NAMES,
 )
 
 OLMO3 = Family(
-    "olmo3", LAYER, hf=("Olmo3ForCausalLM",), in_gguf=False, shape_from_config=olmo3_from_config, names=NAMES
+    "olmo3",
+    LAYER,
+    hf=("Olmo3ForCausalLM",),
+    in_gguf=False,
+    config_defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
+    shape_from_config=olmo3_from_config,
+    names=NAMES,
 )

@@ -29,6 +29,7 @@ OLMOE = Family(
     "olmoe",
     partial(Builder.layer, qk_norm=True),
     hf=("OlmoeForCausalLM",),
+    config_defaults={"rms_norm_eps": 1e-5},
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,
     names={**COMMON_NAMES, **EXPERT_NAMES},

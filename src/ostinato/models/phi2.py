@@ -34,6 +34,7 @@ PHI2 = Family(
     "phi2",
     layer,
     hf=("PhiForCausalLM",),
+    config_defaults={"hidden_act": "gelu_new", "layer_norm_eps": 1e-5},
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,
     names={

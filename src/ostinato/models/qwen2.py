@@ -22,13 +22,14 @@ def without_unused_window(c: Description) -> Shape:
     shape = common_from_config(c)
     if c.flag("use_sliding_window", False):
         return shape.with_attention(window=windows_from_config(c, shape.n_layers, first_windowed=28))
-    return shape.with_attention(window=None)
+    return shape
 
 
 QWEN2 = Family(
     "qwen2",
     partial(Builder.layer, out_bias=False),
     hf=("Qwen2ForCausalLM",),
+    config_defaults={"sliding_window": 4096},
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,
 )

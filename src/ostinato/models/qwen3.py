@@ -31,7 +31,7 @@ def moe_from_config(c: Description) -> Shape:
 
 
 def vl_moe_from_config(c: Description) -> Shape:
-    shape = common_from_config(c).with_attention(window=None)
+    shape = common_from_config(c)
     experts = ExpertShape(
         count_from_config(c, 128),
         c.integer("num_experts_per_tok", 8),
@@ -77,6 +77,7 @@ QWEN3 = Family(
     "qwen3",
     LAYER,
     hf=("Qwen3ForCausalLM", "Qwen3Model", "Qwen3ForSequenceClassification"),
+    config_defaults={"head_dim": 128, "sliding_window": 4096},
     shape_from_gguf=qwen3_from_gguf,
     shape_from_config=qwen3_from_config,
     names={**COMMON_NAMES, "score": "cls.output"},
@@ -89,6 +90,7 @@ QWEN3_VL = Family(
     "qwen3vl",
     LAYER,
     text_types=("qwen3_vl_text",),
+    config_defaults={"head_dim": 128, "rope_theta": 500_000.0},
     shape_from_gguf=sectioned(common_from_gguf),
     shape_from_config=sectioned(without_unused_window),
 )
@@ -99,7 +101,12 @@ QWEN3_VL_MOE = Family(
     "qwen3vlmoe",
     LAYER,
     text_types=("qwen3_vl_moe_text",),
-    config_defaults={"norm_topk_prob": True},
+    config_defaults={
+        "num_local_experts": 60,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+        "rope_theta": 500_000.0,
+    },
     shape_from_gguf=sectioned(moe_from_gguf),
     shape_from_config=sectioned(vl_moe_from_config),
     names={

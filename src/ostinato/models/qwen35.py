@@ -27,6 +27,7 @@ from ostinato.models.shape import (
     common_from_config,
     common_from_gguf,
     layer_types,
+    only_silu,
     sectioned,
 )
 from ostinato.models.tensors import CHANNELS, MINUS_EXP, PLUS_ONE, ROW, Transform
@@ -64,6 +65,7 @@ def delta_from_gguf(f: Description, *, tiled: bool) -> DeltaShape:
 
 
 def shape_from_config(c: Description) -> Shape:
+    only_silu(c, "gated delta nets")  # their convolution has the activation function of the feed-forward block
     shape = common_from_config(c)
     head_width = c.integer("head_dim", 256)
     rope = ropes.from_config(c, head_width, rotary_share=ROTARY_SHARE)
@@ -189,6 +191,7 @@ QWEN35_MOE = Family(
     LAYER,
     hf=("Qwen3_5MoeForCausalLM",),
     text_types=("qwen3_5_moe_text",),
+    config_defaults={"num_key_value_heads": 2},
     shape_from_gguf=sectioned(moe_from_gguf),
     shape_from_config=sectioned(moe_from_config),
     names=MOE_NAMES,
@@ -201,6 +204,7 @@ QWEN3_NEXT = Family(
     "qwen3next",
     LAYER,
     hf=("Qwen3NextForCausalLM",),
+    config_defaults={"intermediate_size": 5632, "num_experts": 512, "num_key_value_heads": 2},
     shape_from_gguf=partial(moe_from_gguf, tiled=False),
     shape_from_config=moe_from_config,
     names={

@@ -108,7 +108,8 @@ def _lines(names: Iterable[str]) -> str:
 
 def _what_is_unknown(checkpoint: Checkpoint, text: Mapping[str, Any] | None) -> str:
     """The architecture, and of its tensors those that no family has a name for."""
-    what = f"the architecture {checkpoint.architecture!r} is not known"
+    stated = checkpoint.architecture
+    what = f"the architecture {stated!r} is not known" if stated else "config.json names no class under architectures"
     if text is not None:
         what += f", nor is its text part {text.get('model_type')!r}"
     in_gguf = checkpoint.format == "gguf"
@@ -128,7 +129,7 @@ def family_named(name: str) -> Family:
 def read_shape(checkpoint: Checkpoint) -> Shape:
     """What the model is, from its metadata alone."""
     family = family_of(checkpoint)
-    stated = Description.of(checkpoint, family.name, family.config_defaults)
+    stated = Description.of(checkpoint, family.name, _defaults_of(family, checkpoint))
     read = family.shape_from_gguf if checkpoint.format == "gguf" else family.shape_from_config
     shape = read(stated)
     if shape.causal and (tokens := rank_tokens_of(stated, shape.vocab)):
@@ -143,6 +144,12 @@ def read_shape(checkpoint: Checkpoint) -> Shape:
     if shape.causal and shape.tied_head and _has_own_head(family, checkpoint):
         shape = replace(shape, tied_head=False)
     return checked(replace(shape, projections=projections_of(stated)), stated)
+
+
+def _defaults_of(family: Family, checkpoint: Checkpoint) -> Mapping[str, Any]:
+    text = text_config(checkpoint)
+    kind = checkpoint.architecture if text is None else str(text.get("model_type"))
+    return {**family.config_defaults, **family.kind_defaults.get(kind, {})}
 
 
 def _has_own_head(family: Family, checkpoint: Checkpoint) -> bool:

@@ -225,8 +225,9 @@ def _yarn_from_config(rope: Rope, s: Fields, c: Fields) -> Rope:
     original = s.integer("original_max_position_embeddings", c.integer("max_position_embeddings"))
     fast, slow = s.positive("beta_fast", 32.0), s.positive("beta_slow", 1.0)
     amplitude = yarn_amplitude(factor)
-    if s.has("mscale") and s.has("mscale_all_dim"):
-        amplitude = yarn_amplitude(factor, s.number("mscale")) / yarn_amplitude(factor, s.number("mscale_all_dim"))
+    share, whole = s.number("mscale", 0.0), s.number("mscale_all_dim", 0.0)
+    if share and whole:
+        amplitude = yarn_amplitude(factor, share) / yarn_amplitude(factor, whole)
     divisors = yarn(rope.width, rope.base, factor, original, fast, slow, s.flag("truncate", True))
     return replace(rope, divisors=divisors, amplitude=s.positive("attention_factor", amplitude))
 

@@ -24,6 +24,7 @@ SEED_OSS = Family(
     "seed_oss",
     partial(Builder.layer, out_bias=False),
     hf=("SeedOssForCausalLM",),
+    config_defaults={"head_dim": 128},
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,
     gguf_names={"blk.*.post_attention_norm": "blk.*.ffn_norm"},

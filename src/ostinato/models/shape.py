@@ -485,20 +485,25 @@ def common_from_gguf(f: Description, pairing: Pairing = "halves") -> Shape:
     )
 
 
-def common_from_config(c: Description, pairing: Pairing = "halves", *, rotary_share: float = 1.0) -> Shape:
+def common_from_config(
+    c: Description,
+    pairing: Pairing = "halves",
+    *,
+    rotary_share: float = 1.0,
+    ff_key: str = "intermediate_size",
+) -> Shape:
     """What llama-like config.json files state. `rotary_share`: of a head, where the file does not say."""
     hidden, n_heads = c.integer("hidden_size"), c.integer("num_attention_heads")
     head_width = c.integer("head_dim", max(1, hidden // n_heads))
-    n_layers = limited(c.integer("num_hidden_layers"), c)
-    shape = alike(
+    return alike(
         c.family,
         ropes.from_config(c, head_width, pairing, rotary_share=rotary_share),
-        n_layers=n_layers,
+        n_layers=limited(c.integer("num_hidden_layers"), c),
         hidden=hidden,
         n_heads=n_heads,
         n_kv_heads=c.integer("num_key_value_heads", n_heads),
         head_width=head_width,
-        ff_width=c.integer("intermediate_size"),
+        ff_width=c.integer(ff_key),
         vocab=c.integer("vocab_size"),
         context=c.integer("max_position_embeddings"),
         norm_eps=c.positive("rms_norm_eps", c.positive("layer_norm_eps", c.positive("norm_epsilon", 1e-6))),
@@ -507,7 +512,12 @@ def common_from_config(c: Description, pairing: Pairing = "halves", *, rotary_sh
         mlp_bias=c.flag("mlp_bias", False),
         tied_head=c.flag("tie_word_embeddings", False),
     )
-    return shape.with_attention(window=windows_from_config(c, n_layers))
+
+
+def windowed_from_config(c: Description) -> Shape:
+    """`common_from_config` with windows, for families whose class in transformers reads them."""
+    shape = common_from_config(c)
+    return shape.with_attention(window=windows_from_config(c, shape.n_layers))
 
 
 def with_rope_where(shape: Shape, turned: Sequence[bool]) -> Shape:
@@ -623,6 +633,12 @@ def activation_from_config(c: Fields, name: str | None = None) -> Activation:
     return ACTIVATIONS[name]
 
 
+def only_silu(c: Fields, blocks: str) -> None:
+    """Refuse another activation function for blocks of a kind that is computed with this one alone."""
+    if (activation := activation_from_config(c)) != "silu":
+        raise Unsupported(f"{c.path}: {blocks} with the activation {activation!r} are not supported; only silu is")
+
+
 def vocab_rows(f: Description) -> int:
     """How many tokens the embedding of a GGUF file holds, which is the vocabulary size that it states."""
     name = "token_embd.weight"
@@ -653,11 +669,8 @@ def checked(shape: Shape, f: Fields) -> Shape:
 def _check_experts(experts: ExpertShape, f: Fields) -> None:
     n_open, groups = experts.n_experts, experts.groups
     if groups is not None:
-        if n_open % groups.n_groups or n_open // groups.n_groups < groups.n_best or groups.n_used > groups.n_groups:
-            raise BadFile(
-                f"{f.path}: {n_open} experts cannot be {groups.n_groups} groups of at least {groups.n_best}, of which "
-                f"a row uses {groups.n_used}"
-            )
+        if n_open % groups.n_groups or n_open // groups.n_groups < groups.n_best:
+            raise BadFile(f"{f.path}: {n_open} experts cannot be {groups.n_groups} groups of at least {groups.n_best}")
         n_open = n_open // groups.n_groups * groups.n_used
     if experts.n_used > n_open:
         raise BadFile(f"{f.path}: a row uses {experts.n_used} experts, and there are only {n_open}")

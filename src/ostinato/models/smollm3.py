@@ -2,7 +2,7 @@
 
 from ostinato.models.family import Family
 from ostinato.models.fields import Description
-from ostinato.models.shape import Shape, common_from_config, common_from_gguf, flags, with_rope_where
+from ostinato.models.shape import Shape, common_from_gguf, flags, windowed_from_config, with_rope_where
 
 INTERVAL = 4  # which GGUF files do not state
 
@@ -13,7 +13,7 @@ def shape_from_gguf(f: Description) -> Shape:
 
 
 def shape_from_config(c: Description) -> Shape:
-    shape = common_from_config(c)
+    shape = windowed_from_config(c)
     every = c.integer("no_rope_layer_interval", INTERVAL)
     # 1 in this list is a layer with rotary positions, in spite of its name.
     turned = flags(c, "no_rope_layers", [bool((i + 1) % every) for i in range(shape.n_layers)])
@@ -21,5 +21,9 @@ def shape_from_config(c: Description) -> Shape:
 
 
 SMOLLM3 = Family(
-    "smollm3", hf=("SmolLM3ForCausalLM",), shape_from_gguf=shape_from_gguf, shape_from_config=shape_from_config
+    "smollm3",
+    hf=("SmolLM3ForCausalLM",),
+    config_defaults={"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+    shape_from_gguf=shape_from_gguf,
+    shape_from_config=shape_from_config,
 )

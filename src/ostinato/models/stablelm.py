@@ -36,6 +36,7 @@ STABLELM = Family(
     "stablelm",
     layer,
     hf=("StableLmForCausalLM",),
+    config_defaults={"layer_norm_eps": 1e-5},
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,
     model=partial(Builder.model, norm_bias=True),

@@ -185,8 +185,9 @@ def _minus_exp(stored: NDArray[np.float32]) -> NDArray[np.float32]:
 TRANSPOSED: Final = Transform(shape=lambda ours: ours[::-1], values=np.transpose)  # a matrix as [in, out]
 PLUS_ONE: Final = Transform(values=lambda stored: stored + 1)  # a norm's weight as its distance from 1
 MINUS_EXP: Final = Transform(values=_minus_exp)  # a rate of decay as its logarithm
-ROW: Final = Transform(shape=lambda ours: ours[1:])  # a matrix of one row as a vector
-IN_A_ROW: Final = Transform(shape=lambda ours: (1, *ours))  # a vector as a matrix of one row
+# A matrix of one row as a vector, and the reverse; some files keep it as we do.
+ROW: Final = Transform(shape=lambda ours: ours[1:], unless=lambda stored, _: len(stored) == 2)
+IN_A_ROW: Final = Transform(shape=lambda ours: (1, *ours), unless=lambda stored, _: len(stored) == 1)
 # All experts' matrices as [n, in, out].
 SWAPPED: Final = Transform(lambda ours: (ours[0], ours[2], ours[1]), lambda stored: stored.swapaxes(1, 2))
 COLUMN: Final = Transform(shape=lambda ours: (*ours, 1))  # a vector as a matrix of one column

@@ -100,7 +100,7 @@ def refusal_of(error: Exception) -> Refusal:
     if not isinstance(error, OstinatoError):
         return Refusal(500, OUR_FAULT)
     status = error.http_status
-    if status == 500:
+    if status == 500 and not isinstance(error, BadInput):
         return Refusal(500, OUR_FAULT)
     param = _field_named_in(str(error)) if isinstance(error, BadInput) else None
     code = "engine_restarting" if status == 503 else None

@@ -29,6 +29,7 @@ from ostinato.backends.machine import TUNED
 from ostinato.backends.tape import start as tape_start
 from ostinato.backends.tape.backend import TAPE
 from ostinato.backends.tape.plan import TapeStep
+from ostinato.backends.tape.program import TapeProgram
 from ostinato.backends.torch.kernels import play
 from ostinato.backends.torch.load import load
 from ostinato.backends.torch.model import Model
@@ -113,8 +114,9 @@ def opened(settled: Settled, model: Model) -> tuple[list[Any], FusedChunks, str 
     tables = tensor_tables(settled.tables_layout(shape), CPU)
     n_tokens, kernels, launches = settled.tokens_of(shape), triton_kernels(TUNED), []
     if settled.backend == "tape":
-        on_tape = settled.prompts == "tape"
-        step = TapeStep(model, memory, tables, n_tokens, TUNED, kv_type=settled.kv_type, on_tape=on_tape)
+        given = model, tables.layout, settled.page_tokens, n_tokens, TUNED
+        program = TapeProgram.of(*given, kv_type=settled.kv_type)
+        step = TapeStep(model, memory, tables, program, on_tape=settled.prompts == "tape")
         model, header = step.model, step.header
     else:
         launches = [node.run for node in FusedPlan(model, memory, tables, n_tokens, kernels).plan().nodes]

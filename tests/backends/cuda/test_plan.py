@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -31,9 +33,11 @@ def fused_driver(
     n_slots: int = 3,
     kv_type: str = "f32",
     fusions: Fusions = ALL_FUSIONS,
+    grammar_bytes: int = 0,
 ) -> Driver:
     """A driver whose step is the fused plan; prompts still go through the model's blocks."""
-    driver = open_loop(model=model, mode="twin", n_slots=n_slots, kv_type=kv_type)  # type: ignore[arg-type]
+    sizes: dict[str, Any] = {"n_slots": n_slots, "kv_type": kv_type, "grammar_bytes": grammar_bytes}
+    driver = open_loop(model=model, mode="twin", **sizes)
     runner = driver.runner
     runner.start.close()
     runner.plan = FusedPlan(model, runner.memory, runner.tables, model.shape.vocab, kernels, fusions).plan()

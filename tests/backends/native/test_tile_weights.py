@@ -173,6 +173,7 @@ def test_bytes_are_counted_as_they_are_laid_out() -> None:
     assert tiled_bytes("m.weight", TensorInfo("norm", (100,), "F32", 400)) == 400
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(-100, 100, width=32), min_size=32, max_size=32))
 def test_eight_bits_are_as_near_as_eight_bits_can_be(values: list[float]) -> None:
     row = np.array([values], np.float32)

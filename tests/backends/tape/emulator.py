@@ -53,6 +53,7 @@ _RACED: Final = 4
 # a lane that has no id reads the first logit and drops it.
 _UNUSED: Final = (
     ("load_kept", "lay_line"),
+    ("load_kept", "keep(char*"),
     ("load_kept", "keep_quantised"),
     ("load_fresh(unsigned short const*", "keep_quantised"),  # a scale
     ("for_own_ids", "store_output"),

@@ -14,7 +14,9 @@ from ostinato.backends.base import Chunks, Settled, why_not_kept
 from ostinato.backends.cuda.packed import Packed, dequantize_torch, unpack
 from ostinato.backends.machine import SHARED_BYTES, Capability, Chip
 from ostinato.backends.tape.backend import TAPE, why_not_rows, why_not_shape, why_not_tensors
-from ostinato.backends.tape.plan import TapeStep, tape_plan, why_not_values
+from ostinato.backends.tape.matrices import why_not_values
+from ostinato.backends.tape.plan import TapeStep, tape_plan
+from ostinato.backends.tape.program import TapeProgram
 from ostinato.backends.tape.start import tape_headers, tape_source
 from ostinato.backends.torch.backend import TWIN, TorchRunner
 from ostinato.backends.torch.chunks import TorchChunks
@@ -112,23 +114,24 @@ class EmulatedLoop(TorchRunner):
         model, settled = self._on_card, self.settled
         reason = why_not_tape(model, settled.n_slots, settled.kv_type)
         assert reason is None, reason
-        self.step = TapeStep(
+        program = TapeProgram.of(
             model,
-            self._kept,
-            self._shared,
+            self._shared.layout,
+            self.page_tokens,
             self.n_tokens,
             self._chip,
             kv_type=settled.kv_type,
             activations=settled.activations,
             n_compute_warps=self._n_compute_warps,
         )
+        self.step = TapeStep(model, self._kept, self._shared, program)
         plan = tape_plan(model, self._kept, self._shared, self.step)
         headers = tape_headers(self.step.header, self._shared.layout, self.page_tokens)
         if self._deadline_ns is not None:
             headers["shape.h"] += f"#undef DEADLINE_NS\n#define DEADLINE_NS {self._deadline_ns}LL\n"
-        program = compiled(tape_source(), "tape.cpp", headers=headers, watched=self._watched)
+        kernel = compiled(tape_source(), "tape.cpp", headers=headers, watched=self._watched)
         prefill = TorchChunks(self.plain_model, self._kept, self._shared, self.n_tokens)
-        return plan, EmulatedTape(plan, self.step, program, self.guard, self._seed), prefill
+        return plan, EmulatedTape(plan, self.step, kernel, self.guard, self._seed), prefill
 
 
 def why_not_tape(model: Model, n_slots: int, kv_type: KVType) -> str | None:

@@ -79,8 +79,10 @@ def gemma3() -> Shape:
 
 
 def glm4() -> Shape:
-    """Half of each head rotated, as neighbouring pairs; a bias of q, k and v; gate and up in one tensor."""
-    return shape_of("glm4", attention_bias=True).with_attention(rope=Rope(10_000.0, 32, "neighbours"))
+    """Half of each head rotated, as neighbouring pairs; a bias of q, k and v; gate and up in one tensor; nine query
+    heads per KV head, which attend in three parts."""
+    shape = shape_of("glm4", attention_bias=True, n_heads=18, n_kv_heads=2)
+    return shape.with_attention(rope=Rope(10_000.0, 32, "neighbours"))
 
 
 # Families that have more than a llama: each has what no other has.

@@ -34,6 +34,7 @@ _SHAPE: Final[Mapping[str, int | str]] = {
     "FF": 256,
     "N_HEADS": 4,
     "N_KV_HEADS": 2,
+    "GROUP": 2,
     "HEAD_WIDTH": 64,
     "N_TOKENS": 64,
     "NORM_EPS": "1e-5f",

@@ -95,6 +95,7 @@ class Case:
     group: int = 2
     n_kv_heads: int = 1
     width: int = 64
+    parts: int = 1  # in which the queries of a KV head attend
     store: str = "bf16"
     page_tokens: int = 16
     normed: bool = False
@@ -134,6 +135,7 @@ class Case:
             "N_LAYERS": N_LAYERS,
             "N_HEADS": self.n_heads,
             "N_KV_HEADS": self.n_kv_heads,
+            "GROUP": self.group // self.parts,
             "HEAD_WIDTH": self.width,
             "QUERY_SCALE": f"{self.width**-0.5}f",
             "ROPE_SETS": self.rope_sets,
@@ -299,6 +301,9 @@ CASES = {
     "group 6": Case((90,), group=6, n_blocks=2),
     "group 7, wide": Case((130, 17), group=7, width=128),
     "group 8": Case((31, 32), group=8, n_kv_heads=2, store="f32"),
+    "group 16, in two parts": Case((63, 64, 300), group=16, n_kv_heads=2, parts=2),
+    "group 24, in three parts, normed": Case((31, 200), group=24, parts=3, normed=True, windows=(33, 0)),
+    "group 9, in three parts, bytes": Case((47, 129), group=9, n_kv_heads=2, parts=3, store="q8_0"),
     "width 96": Case((47, 48, 200), group=1, n_kv_heads=3, width=96),
     "width 96 in float32": Case((47, 129), group=2, width=96, store="f32", normed=True),
     "width 128, neighbours": Case((77, 500), width=128, pairing="neighbours", store="f16"),
@@ -349,8 +354,14 @@ def test_a_rows_bits_do_not_depend_on_who_is_beside_it(positions: list[int], see
 @pytest.mark.slow
 def test_a_rows_bits_do_not_depend_on_how_many_blocks_there_are() -> None:
     """E-83."""
+    for case in (Case((300, 31, 64), group=8, n_kv_heads=2), Case((300, 31), group=16, n_kv_heads=2, parts=2)):
+        assert torch.equal(check(replace(case, n_blocks=1)), check(replace(case, n_blocks=11), seed=3))
+
+
+@pytest.mark.slow
+def test_a_query_has_the_same_bits_in_a_group_of_any_size() -> None:
     case = Case((300, 31, 64), group=8, n_kv_heads=2)
-    assert torch.equal(check(replace(case, n_blocks=1)), check(replace(case, n_blocks=11), seed=3))
+    assert torch.equal(check(case), check(replace(case, parts=2), seed=3))
 
 
 @pytest.mark.slow

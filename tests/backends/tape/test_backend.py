@@ -16,14 +16,15 @@ from ostinato.backends.machine import SHARED_BYTES, Chip, Machine
 from ostinato.backends.tape.backend import (
     HEAD_WIDTHS,
     TAPE,
+    group_of,
     matrices_of,
     tape_bytes,
     why_not_rows,
     why_not_shape,
     why_not_tensors,
 )
+from ostinato.backends.tape.matrices import sources_of, why_not_values
 from ostinato.backends.tape.partition import RUN_ALIGNMENT, WEIGHT_TYPES, TapeGrid, TapeMatrix, make_partition
-from ostinato.backends.tape.plan import sources_of, why_not_values
 from ostinato.backends.torch.model import Model
 from ostinato.files.checkpoint import TensorInfo
 from ostinato.lab.random_weights import RandomFile
@@ -60,7 +61,10 @@ SHAPES: dict[str, tuple[Shape, str]] = {
     "activation": (replace(LLAMA, activation="relu2"), "the activation relu2: it has silu, gelu_tanh, gelu"),
     "bias": (replace(LLAMA, mlp_bias=True), "a bias in the feed-forward block"),
     "width": (shape_of(head_width=80), "heads of width 80: it has 64, 96, 128, 256"),
-    "group": (LLAMA.with_attention(n_heads=9, n_kv_heads=1), "9 heads for each of keys: it has 1 to 8"),
+    "group": (
+        LLAMA.with_attention(n_heads=22, n_kv_heads=2),
+        "11 query heads per KV head: it has 1 to 8, or a multiple of a number from 3 to 8",
+    ),
     "hidden": (replace(LLAMA, hidden=96), "a hidden size of 96: it wants a multiple of 64"),
     "feed-forward": (LLAMA.with_layers(ff_width=200), "a feed-forward size of 200: it wants a multiple of 64"),
     "no rope": (LLAMA.with_attention(rope=None), "models without rotary positions"),
@@ -89,6 +93,14 @@ def test_a_shape_that_it_cannot_express_is_named(what: str) -> None:
 @pytest.mark.parametrize("width", HEAD_WIDTHS)
 def test_shapes_of_its_families_have_no_reason(family: str, width: int) -> None:
     assert why_not_shape(shape_of(family, head_width=width)) is None
+
+
+@pytest.mark.parametrize(
+    ("group", "part"), [(1, 1), (2, 2), (7, 7), (8, 8), (9, 3), (10, 5), (16, 8), (24, 8), (28, 7)]
+)
+def test_the_queries_of_a_kv_head_attend_in_equal_parts_of_at_most_eight(group: int, part: int) -> None:
+    shape = LLAMA.with_attention(n_heads=2 * group, n_kv_heads=2)
+    assert (why_not_shape(shape), group_of(shape.attention[0])) == (None, part)
 
 
 @pytest.mark.parametrize("family", EMULATED)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ostinato.backends.machine import SHARED_BYTES, Capability, Chip
 from ostinato.backends.tape.backend import MOST_SLOTS
 from ostinato.backends.tape.from_header import TapeBuild, tape_build
-from ostinato.backends.tape.plan import LEAST_STAGES, STATIC_BYTES, TapeSizes
+from ostinato.backends.tape.sizes import LEAST_STAGES, STATIC_BYTES, TapeSizes
 from ostinato.backends.tape.start import tape_binary
 from ostinato.backends.torch.model import Model
 from ostinato.errors import HardwareCannot

@@ -6,7 +6,9 @@ import pytest
 
 from ostinato.backends.machine import SHARED_BYTES, Capability, Chip
 from ostinato.backends.tape.from_header import tape_build
-from ostinato.backends.tape.plan import TapeSizes, Traits, shape_header, sources_of
+from ostinato.backends.tape.matrices import sources_of
+from ostinato.backends.tape.program import Traits, shape_header
+from ostinato.backends.tape.sizes import TapeSizes
 from ostinato.models.header import tensors_in
 from tests.backends.tape.loop import CONTEXT
 from tests.backends.tape.models import FAMILIES, shape_of, small

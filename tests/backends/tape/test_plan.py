@@ -17,9 +17,12 @@ from hypothesis import strategies as st
 
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.machine import SHARED_BYTES, Capability, Chip
-from ostinato.backends.tape.backend import HEAD_WIDTHS
+from ostinato.backends.tape.backend import HEAD_WIDTHS, group_of
+from ostinato.backends.tape.matrices import sources_of
 from ostinato.backends.tape.partition import Segment, TapeGrid, TapeMatrix, WeightType, padded_columns
-from ostinato.backends.tape.plan import (
+from ostinato.backends.tape.plan import SUMMARY_WORDS, Argument, TapeStep, tape_plan
+from ostinato.backends.tape.program import TapeProgram, Traits, shape_header
+from ostinato.backends.tape.sizes import (
     IN_FLIGHT_BYTES,
     ITEM_BYTES,
     ITEMS_AT_ONCE,
@@ -30,16 +33,9 @@ from ostinato.backends.tape.plan import (
     SLAB_COLUMNS,
     SPLITS,
     STATIC_BYTES,
-    SUMMARY_WORDS,
-    Argument,
     TapeSizes,
-    TapeStep,
-    Traits,
     Variant,
     attention_bytes,
-    shape_header,
-    sources_of,
-    tape_plan,
 )
 from ostinato.backends.tape.start import SOURCES, tape_headers, tape_source
 from ostinato.backends.torch.model import Model
@@ -127,8 +123,16 @@ def matrices_of(model: Model) -> list[TapeMatrix]:
         (shape_of("qwen3", hidden=256, n_heads=2, n_kv_heads=1, head_width=256, ff_width=256), 5, "f16", 8, "q4_k_m"),
         (gemma3(), 3, "bf16", 2, None),
         (shape_of(), 2, "q8_0", 2, None),
+        (shape_of("glm4", n_heads=32, n_kv_heads=2, attention_bias=True), 8, "bf16", 8, None),
     ],
-    ids=["small", "wide groups", "packed", "norms after a block, and two kinds of RoPE", "bytes of keys and values"],
+    ids=[
+        "small",
+        "wide groups",
+        "packed",
+        "norms after a block, and two kinds of RoPE",
+        "bytes of keys and values",
+        "two groups a KV head",
+    ],
 )
 def test_sizes_are_those_of_the_compiled_source(
     shape: Shape, n_slots: int, kv_type: KVType, n_compute_warps: int, mix: str | None
@@ -169,7 +173,7 @@ def slab_columns(sizes: TapeSizes) -> int:
 
 # The header's own lines as a function of what they are compiled with: thousands of shapes for one compilation.
 SIZED_BY = (
-    *("N_HEADS", "N_KV_HEADS", "HEAD_WIDTH", "N_BLOCKS", "N_COMPUTE_WARPS", "MAX_ROWS"),
+    *("N_HEADS", "GROUP", "HEAD_WIDTH", "N_BLOCKS", "N_COMPUTE_WARPS", "MAX_ROWS"),
     *("KEPT", "PAGE_TOKENS_", "MAX_PAGES_", "SPLITS", "LEAST_SPLIT", "ROPE_HALF"),
 )
 
@@ -181,7 +185,7 @@ def attention_header() -> Program:
     assert len(lines) > 20
     body = "\n".join(lines).replace("constexpr int", "const int")
     total = text[2].partition("\n")[0]
-    macros = {"PAGE_TOKENS(_)": "PAGE_TOKENS_", "MAX_PAGES(_)": "MAX_PAGES_", "GROUP": "(N_HEADS / N_KV_HEADS)"}
+    macros = {"PAGE_TOKENS(_)": "PAGE_TOKENS_", "MAX_PAGES(_)": "MAX_PAGES_", "QUERY_GROUPS": "(N_HEADS / GROUP)"}
     macros |= {"TYPE_F32": "0", "TYPE_F16": "1", "TYPE_BF16": "2"}
     defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
     given = ", ".join(f"int {name}" for name in SIZED_BY)
@@ -191,7 +195,7 @@ def attention_header() -> Program:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    group=st.integers(1, 8),
+    group=st.integers(1, 64),
     n_kv_heads=st.integers(1, 16),
     width=st.sampled_from(HEAD_WIDTHS),
     n_blocks=st.integers(1, 200),
@@ -213,11 +217,11 @@ def test_what_attention_works_in_is_counted_as_its_header_does(
     max_pages: int,
 ) -> None:
     n_heads = group * n_kv_heads
+    shape = shape_of(n_heads=n_heads, n_kv_heads=n_kv_heads, head_width=width)
     expected = attention_header().library.sized(
-        *(n_heads, n_kv_heads, width, n_blocks, n_compute_warps, n_slots),
+        *(n_heads, group_of(shape.attention[0]), width, n_blocks, n_compute_warps, n_slots),
         *(kept, page_tokens, max_pages, SPLITS, LEAST_SPLIT, width // 2),
     )
-    shape = shape_of(n_heads=n_heads, n_kv_heads=n_kv_heads, head_width=width)
     grid = TapeGrid(n_blocks, n_compute_warps)
     kept_bytes = 4 if kept == 0 else 2
     assert attention_bytes(shape, grid, n_slots, kept_bytes) == expected
@@ -232,7 +236,7 @@ widths = st.integers(1, 256).map(lambda n: 64 * n)
 @given(
     hidden=widths,
     ff_width=widths,
-    group=st.integers(1, 8),
+    group=st.integers(1, 24),
     n_kv_heads=st.integers(1, 8),
     width=st.sampled_from(HEAD_WIDTHS),
     vocab=st.integers(1, 200_000),
@@ -346,9 +350,9 @@ class Laid:
         )
         self.tables = tensor_tables(Layout(n_slots, 4, model.shape.vocab), CPU, grammar_bytes=1 << 16)
         chip = Chip((9, 0), 3, 227 << 10)
-        n_tokens = model.shape.vocab
-        words: dict[str, Any] = {"kv_type": kv_type, "n_compute_warps": n_compute_warps, "on_tape": on_tape}
-        self.step = TapeStep(model, self.memory, self.tables, n_tokens, chip, **words)
+        given = model, self.tables.layout, self.memory.page_tokens, model.shape.vocab, chip
+        program = TapeProgram.of(*given, kv_type=kv_type, n_compute_warps=n_compute_warps)
+        self.step = TapeStep(model, self.memory, self.tables, program, on_tape=on_tape)
         self.plan = tape_plan(self.step.model, self.memory, self.tables, self.step)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import Any
 
 import numpy as np
 import pytest
 
+from ostinato.models.shape import Shape
 from ostinato.options import KVType, Sampling
 from tests.backends.tape.emulator import DidNotEnd, compiled, constants, words
 from tests.backends.tape.loop import tape_driver
-from tests.backends.tape.models import shape_of, small
+from tests.backends.tape.models import glm4, shape_of, small
 from tests.engine.rig import GREEDY
 
 SOURCE = r"""
@@ -56,13 +56,24 @@ def test_accesses_that_nothing_orders_are_named_by_line(kernel: str, seed: int) 
         run(kernel, seed)
 
 
+PACKED = shape_of(hidden=256, ff_width=256)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_type", ["f32", "q8_0"])
-@pytest.mark.parametrize("mix", [None, "q4_k_m"])
-def test_the_tape_has_no_race_over_greedy_and_sampled_rows(kv_type: KVType, mix: str | None) -> None:
+@pytest.mark.parametrize(
+    ("shape", "kv_type", "mix"),
+    [
+        (shape_of(), "f32", None),
+        (shape_of(), "q8_0", None),
+        (PACKED, "f32", "q4_k_m"),
+        (PACKED, "q8_0", "q4_k_m"),
+        (glm4(), "bf16", None),  # three blocks store the same new key
+    ],
+    ids=["f32", "q8_0", "packed", "packed, q8_0", "parts of the queries of a KV head"],
+)
+def test_the_tape_has_no_race_over_greedy_and_sampled_rows(shape: Shape, kv_type: KVType, mix: str | None) -> None:
     warm = Sampling(temperature=0.9, top_k=30, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=5)
-    sizes: dict[str, Any] = {"hidden": 256, "ff_width": 256} if mix else {}
-    with closing(tape_driver(small(shape_of(**sizes), mix=mix), kv_type=kv_type, watched=True)) as driver:
+    with closing(tape_driver(small(shape, mix=mix), kv_type=kv_type, watched=True)) as driver:
         made = [driver.admit(i, [5 + i, 9, 33], most=4, sampling=warm if i % 2 else GREEDY) for i in range(4)]
         driver.run()
         assert [len(driver.tokens(generation)) for generation in made] == [4] * 4

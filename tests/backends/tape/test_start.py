@@ -15,6 +15,7 @@ import torch
 from ostinato.backends import cards
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.tape.plan import Argument, TapeStep, tape_plan
+from ostinato.backends.tape.program import TapeProgram
 from ostinato.backends.tape.start import TapeLoop
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.tables import tensor_tables
@@ -111,7 +112,8 @@ def start_on(card: Card) -> TapeLoop:
     model = small(shape_of())
     memory = PagedMemory.of(model, one_group(model.shape.attention, 6), n_slots=3, kv_type="f32", page_tokens=16)
     tables = tensor_tables(Layout(3, 4, model.shape.vocab), CPU)
-    step = TapeStep(model, memory, tables, model.shape.vocab, CHIP, kv_type="f32", n_compute_warps=2)
+    program = TapeProgram.of(model, tables.layout, 16, model.shape.vocab, CHIP, kv_type="f32", n_compute_warps=2)
+    step = TapeStep(model, memory, tables, program)
     return TapeLoop(tape_plan(model, memory, tables, step), step, tables, Guard(), lambda: card.note("wake event"))
 
 
@@ -173,6 +175,31 @@ def test_an_address_that_is_null_foreign_freed_or_moved_is_refused_by_name_befor
     assert len(card.launches) == 1
     for one in (start, other):
         one.close()
+
+
+def spoil_page(step: TapeStep) -> None:
+    step._kept[3][0].set_(torch.zeros(0))  # type: ignore[call-overload]
+
+
+def spoil_place(step: TapeStep) -> None:
+    step.buffers["caches"][0] = 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"), [(spoil_page, "part 3 of keys and values"), (spoil_place, "the table of addresses")]
+)
+def test_freed_keys_or_a_written_table_of_their_addresses_are_refused_before_the_launch(
+    card: Card, spoil: Callable[[TapeStep], None], said: str
+) -> None:
+    """E-1: the kernel takes the addresses of keys and values from a table of its own."""
+    start = start_on(card)
+    start.build()
+    spoil(start._step)
+    for launch in (start.launch, start.step):
+        with pytest.raises(BadPointer, match=f"^{said} "):
+            launch()
+    assert card.launches == []
+    start.close()
 
 
 def test_the_tables_and_the_clock_pass_the_same_gate(card: Card) -> None:

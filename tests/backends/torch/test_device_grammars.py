@@ -39,7 +39,7 @@ def test_of_two_grammars_in_one_region_the_later_one_is_there() -> None:
         assert memory.lease(compiled("[cd]")) == first
     device.flush()
     np.testing.assert_array_equal(device.words.numpy(), host.words)
-    device.words.zero_()
+    device.plain_words.zero_()
     device.flush()  # sends nothing twice
     assert not device.words.any()
 

@@ -49,6 +49,8 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "a parameter": lambda t: torch.nn.Parameter(t, requires_grad=False).fill_(7),
     "its data": lambda t: t.data.mul_(2),
     "with other strides": lambda t: torch.as_strided(t, (2,), (2,)).fill_(7),
+    "a function for each number": lambda t: t.apply_(lambda number: 7),
+    "a function of two": lambda t: t.map_(torch.ones(4), lambda one, other: 7),
     "random numbers": lambda t: torch.nn.init.normal_(t),
     "the result of a matrix product": lambda t: torch.mv(torch.eye(4), torch.ones(4), out=t),
 }

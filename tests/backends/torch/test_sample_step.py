@@ -92,6 +92,7 @@ SETTINGS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(
     setting=SETTINGS,
     n_tokens=st.sampled_from([VOCAB, VOCAB - 9]),

@@ -1,7 +1,7 @@
 """Why there is nothing to optimise (UP-7): a batch takes any free cells, so gaps between cells cost no room.
 
 Over the real memory kinds: a memory full of gaps takes a batch of exactly as many tokens as it has free cells, with the
-bits of an empty memory, and one token more is refused however the cells were arranged.
+logits of an empty memory, and one token more is refused however the cells were arranged.
 """
 
 from __future__ import annotations

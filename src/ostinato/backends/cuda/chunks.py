@@ -47,7 +47,7 @@ from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import shape_of
-from ostinato.errors import InternalError
+from ostinato.errors import InternalError, first_line
 from ostinato.loop.layout import Tables
 from ostinato.loop.plan import Buffer, without_repeats
 from ostinato.models.blocks import (
@@ -162,7 +162,7 @@ class FusedChunks:
                     play(launches)
                 self._graphs[rows] = graph
             except RuntimeError as error:
-                self.failures = {**self.failures, rows: str(error)}
+                self.failures = {**self.failures, rows: first_line(error)}
 
     @property
     def routes(self) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ostinato.backends.cuda.start import CudaStart
-from ostinato.errors import HardwareCannot
+from ostinato.errors import HardwareCannot, first_line
 
 
 class CudaGraph(CudaStart):
@@ -24,7 +24,9 @@ class CudaGraph(CudaStart):
             self._check_captured(_n_nodes(graph.raw_cuda_graph()))
             graph.instantiate()
         except RuntimeError as error:
-            raise HardwareCannot(f"the step could not be captured as a graph: {error}; use --mode eager") from error
+            raise HardwareCannot(
+                f"the step could not be captured as a graph: {first_line(error)}; use --mode eager"
+            ) from error
         self.n_instantiations += 1
         self._graph = graph
 

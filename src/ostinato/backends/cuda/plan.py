@@ -573,7 +573,7 @@ class FusedPlan:
 
     def _sample(self) -> None:
         if self._tables.grammars is not None:
-            self._buffers["grammars"] = as_tensor(self._tables.grammars.words)
+            self._buffers["grammars"] = as_tensor(self._tables.grammars.plain_words)
             used = ("table", "grammars")
             self._add("masks", "masks", self._kernels.masks(self._tables), used, used)
         given = self.step.logits, self._table, self._sample_workspace, SampledRows.of(self._table)

@@ -24,7 +24,7 @@ from ostinato.backends.cuda.pool import Pool, pool_of
 from ostinato.backends.cuda.ready import check_ready
 from ostinato.backends.torch.start import torch_device
 from ostinato.build import cubin
-from ostinato.errors import EngineDead, HardwareCannot
+from ostinato.errors import EngineDead, HardwareCannot, first_line
 from ostinato.loop.cpu_device import CpuDevice
 from ostinato.loop.guard import Guard
 from ostinato.loop.layout import Layout, Tables, Word
@@ -237,7 +237,9 @@ class CudaStart(Launched):
             if total != 1:
                 raise EngineDead("the GPU no longer adds; the process must be restarted")
         except RuntimeError as error:
-            raise EngineDead(f"the GPU no longer answers: {error}; the process must be restarted") from error
+            raise EngineDead(
+                f"the GPU no longer answers: {first_line(error)}; the process must be restarted"
+            ) from error
 
     def close(self) -> None:
         self._guard.allow("I-3", "destroying the executable")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ostinato.backends.cuda.start import BOUNDARY_THREADS, DevicePaced
-from ostinato.errors import HardwareCannot
+from ostinato.errors import HardwareCannot, first_line
 
 
 class WhileGraph(DevicePaced):
@@ -41,7 +41,9 @@ class WhileGraph(DevicePaced):
                 own = Stream.from_handle(self.stream.cuda_stream)
                 launch(own, config, self._boundary_in_loop, *self._boundary_arguments, condition)
         except Exception as error:  # torch raises RuntimeError, cuda-core a kind of its own that is only an Exception
-            raise HardwareCannot(f"the step could not be captured into the loop: {error}; use --mode graph") from error
+            raise HardwareCannot(
+                f"the step could not be captured into the loop: {first_line(error)}; use --mode graph"
+            ) from error
         finally:
             # Always ended, whatever happened inside: a stream left capturing would fail everything after it (E-59).
             ended = driver.cuStreamEndCapture(stream)
@@ -54,7 +56,9 @@ class WhileGraph(DevicePaced):
         try:
             self._graph, self._executable = graph, graph.instantiate()
         except Exception as error:  # cuda-core's own kind
-            raise HardwareCannot(f"the loop could not be instantiated: {error}; use --mode graph") from error
+            raise HardwareCannot(
+                f"the loop could not be instantiated: {first_line(error)}; use --mode graph"
+            ) from error
         self.n_instantiations += 1
         self._own = Stream.from_handle(self.stream.cuda_stream)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import Array, Structure, addressof, byref, c_float, c_int, c_uint64, c_void_p, pointer, sizeof
+from ctypes import Array, Structure, byref, c_float, c_int, c_uint64, c_void_p, pointer, sizeof
 from math import inf
 from typing import Any, Final
 
@@ -237,8 +237,8 @@ class NativeStep:
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """What it reads besides: copies of weights in another order, and arrays of the model itself."""
-        return [thing for thing in self._kept.things if isinstance(thing, np.ndarray)]
+        """What it reads besides: copies of weights in another order, arrays of the model itself, and the structs."""
+        return self._kept.arrays
 
     # The jobs: each call returns when its job is done, and releases the interpreter's lock meanwhile
 
@@ -553,21 +553,22 @@ class _Kept:
     """Owns the memory that C points at and that has no other owner."""
 
     def __init__(self) -> None:
-        self.things: list[Any] = []
+        self.arrays: list[np.ndarray] = []
 
     def floats(self, values: Any) -> int:
         """The address of an array, or of a tensor of the host, as float32 in one piece; it stays there."""
         return self.array(np.ascontiguousarray(values, np.float32))
 
     def array(self, array: np.ndarray) -> int:
-        self.things.append(array)
+        self.arrays.append(array)
         return address_of(array)
 
     def structs(self, kind: type[Any], structs: Sequence[Any]) -> int:
-        """The address of structs one after the other."""
-        array = (kind * len(structs))(*structs)
-        self.things.append(array)
-        return addressof(array)
+        """The address of structs one after the other. They are bytes of an array, which the plan lists as a weight:
+        it cannot be written to (I-5)."""
+        array = host_zeros((sizeof(kind) * len(structs),), np.uint8)
+        array[:] = np.frombuffer(bytes((kind * len(structs))(*structs)), np.uint8)
+        return self.array(array)
 
 
 def _parts(weight: Any) -> tuple[TileMatrix, ...]:
@@ -599,7 +600,7 @@ def native_plan(model: ModelBlocks, memory: NativePages, tables: Tables, step: N
         Buffer.of("table", tables.table.memory),
         Buffer.of("admissions", tables.admissions.memory),
         Buffer.of("rings", tables.rings.memory),
-        *(() if tables.grammars is None else (Buffer.of("grammars", tables.grammars.words),)),
+        *(() if tables.grammars is None else (Buffer.of("grammars", tables.grammars.plain_words),)),
         Buffer.of("logits", step.logits),
         Buffer.of("last", step.last),
         Buffer.of("step.workspace", step.scratch),

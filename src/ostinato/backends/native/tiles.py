@@ -2,8 +2,9 @@
 
 One packing serves a single row, a batch and a prompt. `src/tiles.h` says how a tile lies in memory and how
 products are computed; here are its planes, and the same products for the torch backend over these weights.
-Activations are rounded to integers with a step for each 32 columns: `wide` keeps about 15 bits, enough for the logits
-of float32, and otherwise there are 8. A row's product has the same bits alone, in any batch and on any CPU.
+Activations are rounded to integers with a step for each 32 columns: `wide` keeps about 15 bits, so that logits
+are near those of float32, and otherwise there are 8. A row's product has the same bits alone, in any batch and on any
+CPU.
 """
 
 from __future__ import annotations

@@ -51,17 +51,21 @@ if TYPE_CHECKING:
     from ostinato.backends.cuda.start import CudaStart
     from ostinato.backends.loading import Progress
     from ostinato.backends.runner import Runner
+    from ostinato.backends.tape.program import TapeProgram
     from ostinato.backends.torch.model import Model
     from ostinato.files.checkpoint import TensorInfo
+    from ostinato.loop.layout import Layout
     from ostinato.loop.plan import Plan
     from ostinato.models.blocks import ModelBlocks
-    from ostinato.models.shape import Multipliers, Shape
+    from ostinato.models.shape import AttentionShape, Multipliers, Shape
     from ostinato.models.tensors import TensorTable
 
 HEAD_WIDTHS: Final = (64, 96, 128, 256)
 ACTIVATIONS: Final = ("silu", "gelu_tanh", "gelu")  # in the order of activation.h
 HALVES: Final = ("bfloat16", "float16")
 MOST_SLOTS: Final = 8  # columns of a tensor core's product
+MOST_QUERIES: Final = 8  # that attend at once: columns too
+LEAST_PART: Final = 3  # of the queries of a KV head: with smaller ones, keys would be read too often
 EMBEDDING: Final = "token_embd.weight"
 _QKV: Final = ("attn_qkv", "attn_q", "attn_k", "attn_v")
 _BIASED: Final = tuple(f".{name}.bias" for name in _QKV)
@@ -108,7 +112,7 @@ class TapeBackend:
     def other_sums(self, shape: Shape, settled: Settled, chip: Chip | None) -> str | None:
         if chip is None:
             return None
-        from ostinato.backends.tape.plan import Variant
+        from ostinato.backends.tape.sizes import Variant
 
         # A tensor core aligns products by the exponents of their operands, so sums of lifted weights end in other bits.
         lifts = settled.weights == "packed" and settled.dtype == "bfloat16" and Variant.of(chip).lift_weights
@@ -140,16 +144,14 @@ class TapeBackend:
     def _compile(self, blocks: ModelBlocks, table: TensorTable, settled: Settled) -> None:
         import torch
 
-        from ostinato.backends.cuda import gpu
         from ostinato.backends.cuda.ahead import launches_of_chunks
         from ostinato.backends.cuda.ready import compile_missing
-        from ostinato.backends.tape.plan import TapeProgram, on_tape_ahead
+        from ostinato.backends.tape.program import on_tape_ahead
         from ostinato.backends.tape.start import tape_kernel
 
         device, layout, page = torch.device(settled.device), settled.tables_layout(blocks.shape), settled.page_tokens
         model = model_ahead(blocks, table, settled)
-        given = model, layout, page, settled.tokens_of(blocks.shape), gpu.chip_of(device)
-        program = TapeProgram.of(*given, kv_type=settled.kv_type, activations=settled.activations)
+        program = _program(model, layout, settled)
         tape_kernel(program.header, program.sizes, layout, page, device)
         read = model if settled.prompts == "plain" else on_tape_ahead(model, program)
         compile_missing(launches_of_chunks(read, settled, kernels_for(settled)), device)
@@ -159,7 +161,7 @@ class TapeBackend:
     ) -> Model:
         import torch
 
-        from ostinato.backends.tape.plan import without_matrices_on
+        from ostinato.backends.tape.matrices import without_matrices_on
 
         if settled.prompts == "plain":
             return loaded_with(loader_of(settled), blocks, table, settled, progress)
@@ -176,27 +178,28 @@ class TapeRunner(CudaRunner):
     def _step(self) -> tuple[Plan, CudaStart]:
         import torch
 
-        from ostinato.backends.cuda import gpu
-        from ostinato.backends.tape.plan import TapeStep, tape_plan, why_not_values
+        from ostinato.backends.tape.matrices import why_not_values
+        from ostinato.backends.tape.plan import TapeStep, tape_plan
         from ostinato.backends.tape.start import TapeLoop
 
         reason = why_not_values(self.plain_model)
         if reason is not None:  # a header does not state these
             raise HardwareCannot(reason)
-        step = TapeStep(
-            self.plain_model,
-            self._kept,
-            self._shared,
-            self.n_tokens,
-            gpu.chip_of(self.plain_model.device),
-            kv_type=self.settled.kv_type,
-            activations=self.settled.activations,
-            on_tape=self.settled.prompts == "tape",
-        )
+        program = _program(self.plain_model, self._shared.layout, self.settled)
+        on_tape = self.settled.prompts == "tape"
+        step = TapeStep(self.plain_model, self._kept, self._shared, program, on_tape=on_tape)
         self.plain_model = step.model
         torch.cuda.empty_cache()  # what matrices were laid out in, one at a time
         plan = tape_plan(step.model, self._kept, self._shared, step)
         return plan, TapeLoop(plan, step, self._shared, self.guard, self.changed.set)
+
+
+def _program(model: Model, layout: Layout, settled: Settled) -> TapeProgram:
+    from ostinato.backends.cuda import gpu
+    from ostinato.backends.tape.program import TapeProgram
+
+    given = model, layout, settled.page_tokens, settled.tokens_of(model.shape), gpu.chip_of(settled.device)
+    return TapeProgram.of(*given, kv_type=settled.kv_type, activations=settled.activations)
 
 
 # What it can run
@@ -226,7 +229,11 @@ def why_not_shape(shape: Shape) -> str | None:
         (not shape.mlp_bias, "a bias in the feed-forward block"),
         (first.head_width in HEAD_WIDTHS, f"heads of width {first.head_width}: it has {_list(HEAD_WIDTHS)}"),
         (first.value_width == first.head_width, "values that are not as wide as keys"),
-        (1 <= first.group <= 8, f"{first.group} heads for each of keys: it has 1 to 8"),
+        (
+            group_of(first) >= min(first.group, LEAST_PART),
+            f"{first.group} query heads per KV head: it has 1 to {MOST_QUERIES}, or a multiple of a number from "
+            f"{LEAST_PART} to {MOST_QUERIES}",
+        ),
         (shape.hidden % 64 == 0, f"a hidden size of {shape.hidden}: it wants a multiple of 64"),
         (ff_width > 0 and ff_width % 64 == 0, f"a feed-forward size of {ff_width}: it wants a multiple of 64"),
         (len(ropes) > 0, "models without rotary positions"),
@@ -235,6 +242,17 @@ def why_not_shape(shape: Shape) -> str | None:
         (len({one.ff_width for one in shape.layers}) == 1, "layers with different feed-forward sizes"),
     )
     return next((f"the tape does not know {what}" for known, what in checks if not known), None)
+
+
+def group_of(heads: AttentionShape) -> int:
+    """Query heads that attend at once: all of a KV head or, where those are too many for one product, the largest equal
+    part of them.
+
+    >>> from ostinato.models.shape import AttentionShape
+    >>> group_of(AttentionShape(n_heads=48, n_kv_heads=2, head_width=128, value_width=128, query_scale=1.0))
+    8
+    """
+    return next(n for n in range(MOST_QUERIES, 0, -1) if heads.group % n == 0)
 
 
 def _has_known_factors(multipliers: Multipliers) -> bool:
@@ -282,7 +300,7 @@ def why_too_large(
     """Why a block of this card has no room for a model that the tape knows; None where it has."""
     if chip is None:
         return None
-    from ostinato.backends.tape.plan import TapeSizes
+    from ostinato.backends.tape.sizes import TapeSizes
 
     page = PAGE_TOKENS["cuda"]
     max_pages = -(-(options.context or shape.default_context) // page)

@@ -1,6 +1,6 @@
 """The kernel's source for a model of which only the header is there: to compile it, on any chip, without a weight.
 
-A loaded model goes through `plan.py`, and gets the same source (`tests/backends/tape/test_from_header.py`).
+A loaded model goes through `program.py`, and gets the same source (`tests/backends/tape/test_from_header.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 from ostinato.backends.base import PAGE_TOKENS
 from ostinato.backends.machine import Chip
 from ostinato.backends.tape.backend import matrices_of
-from ostinato.backends.tape.plan import TapeSizes, Traits, shape_header
+from ostinato.backends.tape.program import Traits, shape_header
+from ostinato.backends.tape.sizes import TapeSizes
 from ostinato.backends.tape.start import tape_binary, tape_headers
 from ostinato.loop.layout import Layout
 from ostinato.models.header import HeaderTensors, has_norm_after_block

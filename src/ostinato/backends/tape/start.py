@@ -20,7 +20,8 @@ from ostinato.backends import cards
 from ostinato.backends.cuda import gpu
 from ostinato.backends.cuda.start import DevicePaced, EventWork, module_of
 from ostinato.backends.machine import Chip
-from ostinato.backends.tape.plan import TapeSizes, TapeStep, Variant
+from ostinato.backends.tape.plan import TapeStep
+from ostinato.backends.tape.sizes import TapeSizes, Variant
 from ostinato.build import cubin
 from ostinato.errors import HardwareCannot
 from ostinato.loop.guard import Guard

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.errors import HardwareCannot, InternalError
+from ostinato.errors import HardwareCannot, InternalError, first_line
 
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]  # as `empty` does
 
@@ -27,7 +27,7 @@ def pinned_zeros(size: Sequence[int], dtype: torch.dtype, what: str) -> Tensor:
     try:
         return torch.zeros(tuple(size), dtype=dtype, pin_memory=True)
     except (MemoryError, RuntimeError) as error:
-        n_bytes, cause = prod(size) * dtype.itemsize, str(error).splitlines()[0]
+        n_bytes, cause = prod(size) * dtype.itemsize, first_line(error)
         raise HardwareCannot(
             f"the system gives no {n_bytes / 2**20:.1f} MiB of pinned memory for {what} ({cause}); lower --slots and "
             "--context, and on WSL 2 raise `memory` in .wslconfig"

@@ -1,8 +1,9 @@
 """Chunks by torch: each part is padded to the chunk's rows, so that a row's bits do not depend on where a text was cut.
 
 On the CPU that number follows from the length of a prompt, and only prompts with the same number share pages. Recurrent
-models take their parts unpadded: padding would change their states, which are not shared between sequences. Logits are
-computed in slices of a fixed number of rows, for the same reason as the padding.
+models take their parts unpadded: padding would change their states, which are not shared between sequences. So all
+their texts are cut at multiples of one number of rows, whatever is asked of them and beside whom. Logits are computed
+in slices of a fixed number of rows, for the same reason as the padding.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.first_token import FirstToken
 from ostinato.backends.torch.kernels import twin_kernels
 from ostinato.backends.torch.model import Model
+from ostinato.backends.torch.ops.delta_blocks import BLOCK
 from ostinato.backends.torch.ops.logprobs import logprobs_torch
 from ostinato.backends.torch.outputs import RowOutputs
 from ostinato.backends.torch.paged import ChunkMemory, PagedMemory
@@ -54,6 +56,11 @@ class TorchChunks:
         self._outputs = RowOutputs(model.shape, model.device, partial(partial, logprobs_torch))
 
     def rows_for(self, n_prompt: int) -> int:
+        if self._recurs:
+            # At most the rows that the logits buffer holds, so that asking for logits adds no cut; whole blocks of
+            # delta nets where one fits.
+            most = self.max_outputs
+            return most - most % BLOCK or most
         return FEW_ROWS if n_prompt <= SHORT_PROMPT else self.rows
 
     def run(self, parts: Sequence[ChunkPart], rows: int, want: ChunkWant | None = None) -> ChunkOutput:

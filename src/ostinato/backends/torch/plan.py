@@ -50,7 +50,7 @@ class TorchStep:
             nodes.append(Node(f"layer.{number}", "layer", run, ("table", *changed), changed, bytes_in(layer)))
         nodes.append(Node("head", "head", self.head, ("x",), ("logits",), bytes_in(model.head)))
         if tables.grammars is not None:
-            buffers.append(Buffer.of("grammars", as_tensor(tables.grammars.words)))
+            buffers.append(Buffer.of("grammars", as_tensor(tables.grammars.plain_words)))
             used = ("table", "grammars")
             nodes.append(Node("masks", "masks", partial(find_masks, tables), used, used))
         given = self.logits, self._table, SampledRows.of(self._table)

@@ -21,6 +21,7 @@ from ostinato.loop.memory import read_only
 _REFUSED: Final = frozenset(
     {
         *("__set__", "__delete__", "share_memory_"),
+        *("apply_", "map_", "map2_"),
         *("__dlpack__", "storage", "typed_storage", "untyped_storage", "_typed_storage"),
     }
 )

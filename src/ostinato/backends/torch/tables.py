@@ -37,7 +37,7 @@ class DeviceGrammars(GrammarMemory):
 
     def flush(self) -> None:
         for part in self._unsent:
-            self.words[part].copy_(self._staged[part], non_blocking=True)
+            self.plain_words[part].copy_(self._staged[part], non_blocking=True)
         self._unsent.clear()
 
 

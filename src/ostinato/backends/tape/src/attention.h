@@ -1,12 +1,14 @@
 // Attention of one layer: each row's queries over its own pages, softmax(scale q k^T) v; its key and value appended.
 //
 // What a row sees is cut into at most SPLITS splits of one length, a multiple of LEAST_SPLIT that follows from the
-// row's own position and the window. A split of one key head is an *item*; items are partitioned among the blocks.
-// Within an item each warp takes 16 positions at a time, its *tile*, and the warps' sums are added in warp order to a
-// *part*, which goes to the warps that *merge* the parts of a head, in order too. So a row's bits do not depend on the
-// other rows, nor on which block computes it. Twin: attend_torch of backends/torch/ops/attend.py.
+// row's own position and the window. A split of one *group* is an *item*; items are partitioned among the blocks. A
+// group is the query heads of one KV head or, where those are more than eight, the largest equal share of at most
+// eight; each group reads the head's keys and values. Within an item each warp takes 16 positions at a time, its
+// *tile*, and the warps' sums are added in warp order to a *part*, which goes to the warps that *merge* the parts of a
+// head, in order too. So a row's bits do not depend on the other rows, nor on which block computes it. Twin:
+// attend_torch of backends/torch/ops/attend.py.
 //
-// Tensor cores do both products, for all queries of a key head at once: a lane's share of a key or a value is 16 bytes
+// Tensor cores do both products, for all queries of a group at once: a lane's share of a key or a value is 16 bytes
 // as they lie in memory, since the summed dimension may have any order as long as both operands have the same. The
 // first product leaves scores in the layout that the second needs, and softmax weights enter it with twice the bits of
 // a cached number, so that only keys, values and queries are rounded to that type.
@@ -32,7 +34,8 @@ constexpr int SUM_TILES = VALUE_CHUNKS * IN_CHUNK / 2;
 constexpr int HOLDS = CHUNKS <= 16 ? 1 : 0;          // 0: too large for registers, loaded when it is used
 constexpr int DEPTH = CHUNKS <= 8 ? 2 : 1;           // tiles of a warp in flight: as many as registers hold
 static_assert(CHUNKS % 4 == 0, "four lanes share a key");
-static_assert(GROUP <= 8, "the queries of a key head are the columns of one product");
+static_assert(GROUP <= 8, "the queries of a group are the columns of one product");
+static_assert(N_HEADS % GROUP == 0 && QUERY_GROUPS % N_KV_HEADS == 0, "a group has queries of one KV head");
 
 // A chunk of a key or a value as it is kept, and where it is: numbers that are multiplied as they are, or with KEPT_Q8
 // eight bytes and the scale that they share with three other chunks, widened when they are used.
@@ -121,6 +124,8 @@ DEVICE Cut cut_of(int position, int window) {
     return {first, length, (n_visible + length - 1) / length};
 }
 
+DEVICE int kv_head_of(int group) { return group / GROUPS_A_KV_HEAD; }
+
 // In chunks, which are few enough for 32 bits.
 DEVICE u32 line_at(int page, int position, int head) {
     const u32 cell = (u32)page * PAGE_TOKENS(0) + position % PAGE_TOKENS(0);
@@ -140,25 +145,25 @@ DEVICE void note_cos_sin(const ComputeThread& p, const Tape& tape, int n_rows, A
     for (int i = p.thread; i < N_LAYERS; i += N_COMPUTE_THREADS) plan.caches[i] = tape.caches[i];
 }
 
-// The item of this number, and its pages, by a warp. Neighbouring blocks take the heads of the same positions, which
-// lie side by side in memory.
+// The item of this number, and its pages, by a warp. Neighbouring blocks take the groups of the same positions, whose
+// keys are the same or lie side by side in memory.
 DEVICE void note_item(const ComputeThread& p, const Tape& tape, int number, int layer, AttentionPlan& plan, int i) {
     const int window = tape.windows[layer];
     int row = 0, within = number;
     Cut cut = cut_of(p.shared->position[0], window);
-    while (within >= cut.n_splits * N_KV_HEADS) {
-        within -= cut.n_splits * N_KV_HEADS;
+    while (within >= cut.n_splits * QUERY_GROUPS) {
+        within -= cut.n_splits * QUERY_GROUPS;
         cut = cut_of(p.shared->position[++row], window);
     }
-    const int position = p.shared->position[row], split = within / N_KV_HEADS;
+    const int position = p.shared->position[row], split = within / QUERY_GROUPS;
     const int begin = cut.first + split * cut.length, end = min(begin + cut.length, position + 1);
     const int* const table = PAGE_TABLE(tape.view, p.shared->slot[row], tape.groups[layer]);
     const int first_page = begin / PAGE_TOKENS(0), n_pages = (end - 1) / PAGE_TOKENS(0) + 1 - first_page;
     for (int k = p.lane; k < n_pages; k += 32) plan.pages[i][k] = load_fresh(table + first_page + k);
     if (p.lane > 0) return;
-    const int head = within % N_KV_HEADS, page = load_fresh(table + position / PAGE_TOKENS(0));
+    const int group = within % QUERY_GROUPS, page = load_fresh(table + position / PAGE_TOKENS(0));
     const int is_last = split == cut.n_splits - 1;
-    plan.items[i] = {row, head, split, begin, end, is_last, line_at(page, position, head), 0};
+    plan.items[i] = {row, group, split, begin, end, is_last, line_at(page, position, kv_head_of(group)), 0};
 }
 
 // The first layer after this one with another window.
@@ -181,7 +186,7 @@ APART void make_attention_plan(ComputeThread p, const Tape& tape, int layer, int
     for (int row = 0; row < n_rows; row++) {
         const int n_splits = cut_of(p.shared->position[row], window).n_splits;
         if (p.thread == row) plan.n_splits[row] = n_splits;
-        n_all += n_splits * N_KV_HEADS;
+        n_all += n_splits * QUERY_GROUPS;
     }
     const int n_items = first < n_all ? min(ITEMS_AT_ONCE, (n_all - first + N_BLOCKS - 1) / N_BLOCKS) : 0;
     for (int i = p.warp; i < n_items; i += N_COMPUTE_WARPS) note_item(p, tape, first + i * N_BLOCKS, layer, plan, i);
@@ -247,12 +252,13 @@ DEVICE int key_chunk(int e) { return lane() % 4 + 4 * e; }
 DEVICE int value_chunk(int j) { return CHUNKS % 8 == 0 ? lane() / 4 + 8 * j : min(lane() / 4 + 8 * j, CHUNKS - 1); }
 
 // Where position lane % 16 of a tile lies. Beyond the item's end, the last position again: its weight is 0, and it must
-// not be NaN. (The row's own key and value are not stored there yet: they arrive with the queries.)
+// not be NaN. (The row's own key and value are not read from there: they arrive with the queries, and a block may be
+// storing them meanwhile.)
 DEVICE u32 find_line(const AttentionPlan& plan, const TileCursor& cursor) {
     const Item& item = plan.items[cursor.i];
     const int position = min(cursor.base + warp() * TILE + lane() % TILE, item.end - 1);
     const int page = plan.pages[cursor.i][(u32)position / PAGE_TOKENS(0) - (u32)item.begin / PAGE_TOKENS(0)];
-    return line_at(page, position, item.head);
+    return line_at(page, position, kv_head_of(item.group));
 }
 DEVICE KeptPlace place_of(KeptStore store, u32 line, int position, int chunk) {
     return chunk_at(store, shuffle(line, position) + chunk);
@@ -288,6 +294,9 @@ DEVICE void ask_values(KeptStore store, bool is_one, Held& held) {
 }
 
 // --- queries, and the row's own key and value: QK norm, RoPE, rounded to the cache's type ---
+//
+// Every group of a KV head computes that head's new key and value for itself, so that no block waits for another's; all
+// store the same bits.
 
 constexpr int PAIRS_EACH = (HEAD_WIDTH / 2 + 31) / 32;  // of a lane
 constexpr int LINES_AT_ONCE = PAIRS_EACH <= 2 ? 2 : 1;  // of a warp
@@ -314,7 +323,8 @@ DEVICE void prepare_line(const AttentionArgs& p, const AttentionPlan& plan, int 
     line.from = nullptr;
     const Item& item = plan.items[line.i < plan.n_items ? line.i : 0];
     const bool is_query = line.part < GROUP, is_value = line.part > GROUP;
-    const int head = is_query ? item.head * GROUP + line.part : N_HEADS + (line.part - GROUP) * N_KV_HEADS + item.head;
+    const int head = is_query ? item.group * GROUP + line.part
+                              : N_HEADS + (line.part - GROUP) * N_KV_HEADS + kv_head_of(item.group);
     const int rope = rope_of(p.layer);
     if (line.i < plan.n_items && (is_query || item.is_last)) {
         line.from = p.qkv + item.row * QKV_COLUMNS + head * HEAD_WIDTH;
@@ -671,7 +681,7 @@ DEVICE void hand_on_part(const AttentionArgs& p, const Item& item, int i) {
             shares[warp] = exp2_fast(shares[warp] - top);
             sum += sums[warp * GROUP * PART_STRIDE] * shares[warp];
         }
-        const int head = item.row * N_HEADS + item.head * GROUP + member;
+        const int head = item.row * N_HEADS + item.group * GROUP + member;
         u64* const to = p.parts + (head * SPLITS + item.split) * PART_WORDS;
         put(to + column, bits_of(sum), p.tag);
         if (column > 0) continue;

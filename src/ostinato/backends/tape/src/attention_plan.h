@@ -8,7 +8,7 @@
 constexpr int KEPT_BYTES = KEPT == TYPE_F32 ? 4 : 2;
 constexpr int LINE_BYTES = HEAD_WIDTH * KEPT_BYTES;  // of one head at one position
 constexpr int LINES = GROUP + 2;                     // of an item: queries, the row's own key, its own value
-constexpr int MOST_ITEMS = (MAX_ROWS * N_KV_HEADS * SPLITS + N_BLOCKS - 1) / N_BLOCKS;  // of a block
+constexpr int MOST_ITEMS = (MAX_ROWS * QUERY_GROUPS * SPLITS + N_BLOCKS - 1) / N_BLOCKS;  // of a block
 constexpr int ROOM_FOR_ITEMS = 32 * 1024 / (LINES * LINE_BYTES);
 constexpr int FEW_ITEMS = ROOM_FOR_ITEMS < 8 ? ROOM_FOR_ITEMS : 8;
 constexpr int ITEMS_AT_ONCE = MOST_ITEMS < FEW_ITEMS ? MOST_ITEMS : FEW_ITEMS;  // whose lines are fetched together
@@ -17,9 +17,9 @@ constexpr int LONGEST_SPLIT =
 constexpr int PAGES_OF_SPLIT = LONGEST_SPLIT / PAGE_TOKENS(0) + 2;
 constexpr int ROPE_PAIRS = ROPE_HALF > 0 ? ROPE_HALF : 1;
 
-// One split of one key head of one row.
+// One split of one group of query heads of one row.
 struct Item {
-    int row, head, split;
+    int row, group, split;
     int begin, end;  // the positions that it attends to
     int is_last;     // the row's own position is among them: end - 1
     u32 own_line;    // where the row's own key and value are kept, in chunks
@@ -36,7 +36,7 @@ struct AttentionPlan {
     int n_all;                      // of all blocks
     int until;                      // the next layer that needs another plan
 };
-static_assert(sizeof(AttentionPlan) <= ATTENTION_PLAN_BYTES, "backends/tape/plan.py makes room for another attention plan");
+static_assert(sizeof(AttentionPlan) <= ATTENTION_PLAN_BYTES, "backends/tape/sizes.py makes room for another plan");
 
 // Which of the model's kinds of RoPE a layer has; -1: none.
 #if ROPE_BY_LAYER

@@ -1,9 +1,9 @@
 // What the phases of the tape share: the kernel's argument, a block's shared memory, and the state of a compute thread.
 //
-// Sizes come as constants from `shape.h`, which backends/tape/plan.py emits for one model and one card; places in the slot
-// table come from `layout.h`. The words: a *block* is one multiprocessor's; *compute warps* are its warps that
-// multiply; the *loader* is the one warp that streams the tape. A *tile* is 16 rows of a weight matrix, a *chunk* some
-// of its columns.
+// Sizes come as constants from `shape.h`, which backends/tape/program.py emits for one model and one card; places in
+// the slot table come from `layout.h`. The words: a *block* is one multiprocessor's; *compute warps* are its warps
+// that multiply; the *loader* is the one warp that streams the tape. A *tile* is 16 rows of a weight matrix, a
+// *chunk* some of its columns.
 #pragma once
 #include "machine.h"
 #include "shape.h"
@@ -11,7 +11,8 @@
 #define N_COMPUTE_THREADS (N_COMPUTE_WARPS * 32)
 #define QUERY_COLUMNS (N_HEADS * HEAD_WIDTH)
 #define QKV_COLUMNS ((N_HEADS + 2 * N_KV_HEADS) * HEAD_WIDTH)
-#define GROUP (N_HEADS / N_KV_HEADS)
+#define QUERY_GROUPS (N_HEADS / GROUP)  // of GROUP query heads each: those of a KV head, or an equal part of them
+#define GROUPS_A_KV_HEAD (QUERY_GROUPS / N_KV_HEADS)
 #define ROW_PADDING 8  // elements between two rows of activations, so that they begin in different banks
 #define SUMMARY_WORDS 8
 

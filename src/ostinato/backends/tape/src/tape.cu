@@ -34,7 +34,7 @@
 
 enum { CLOCK_QKV, CLOCK_ATTENTION, CLOCK_OUT, CLOCK_GATE_UP, CLOCK_DOWN, CLOCKED_A_LAYER };
 enum { CLOCK_HEAD = CLOCKED_A_LAYER * N_LAYERS, CLOCK_SAMPLING, CLOCK_BOUNDARY };
-static_assert(CLOCK_BOUNDARY + 1 == N_CLOCKED, "backends/tape/plan.py makes room for other marks");
+static_assert(CLOCK_BOUNDARY + 1 == N_CLOCKED, "backends/tape/program.py makes room for other marks");
 
 DEVICE int clock_of(int segment) {
     if (segment == SEGMENT_HEAD) return CLOCK_HEAD - CLOCKED_A_LAYER * N_LAYERS;

@@ -169,7 +169,7 @@ def _rows(
 def _ranked_top(raw: Tensor, n_top: int) -> Tensor:
     """The ids of the n_top largest, largest first, the lowest id of equals first; int64."""
     least = raw.topk(n_top).values[-1]
-    ids = _where(raw >= least)  # in id order, so that the stable sort settles ties
+    ids = _where(~(raw < least))  # NaN too; in id order, so that the stable sort settles ties
     return ids[raw[ids].sort(descending=True, stable=True).indices[:n_top]]
 
 
