@@ -326,7 +326,7 @@ def test_every_answer_has_the_mark_of_the_configuration(server: Running) -> None
 
 
 def test_a_chat_may_allow_some_of_its_tools(server: Running) -> None:
-    tools = [{"type": "function", "function": {"name": name}} for name in ("look", "listen")]
+    tools: Any = [{"type": "function", "function": {"name": name}} for name in ("look", "listen")]
     one = {"mode": "required", "tools": [{"type": "function", "function": {"name": "listen"}}]}
     body = {"messages": HELLO, "tools": tools, "tool_choice": {"type": "allowed_tools", "allowed_tools": one}, **FEW}
     body |= {"max_tokens": 200, "parallel_tool_calls": False}
@@ -334,6 +334,9 @@ def test_a_chat_may_allow_some_of_its_tools(server: Running) -> None:
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["listen"]
     one["tools"] = [{"type": "function", "function": {"name": "smell"}}]
     assert refusal(server, body)["param"] == "tool_choice"
+    one["tools"] = [{"type": "function", "function": {"name": "listen"}}]
+    tools[1]["function"]["parameters"] = {"type": "object", "properties": {"a": {"type": "text"}}}
+    assert refusal(server, body)["param"] == "tools[1].function.parameters"
 
 
 def test_a_forced_answer_may_be_several_calls(server: Running) -> None:

@@ -392,6 +392,25 @@ def test_tools_of_servers_are_left_out_and_named_in_a_header(server: Running) ->
     assert "x-ostinato-ignored" not in server.post(PATH, {**body, "tools": [LOOK]}).headers
 
 
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"type": "array"}, "must describe an object; its type is 'array'"),
+        (
+            {"type": "object", "properties": {"a": {"type": "text"}}},
+            "cannot be followed: in properties.a, 'text' is no",
+        ),
+    ],
+)
+def test_a_schema_of_a_tool_that_cannot_be_followed_is_named_by_its_place(
+    server: Running, schema: dict[str, Any], why: str
+) -> None:
+    others = [{"type": "bash_20250124", "name": "bash"}, LOOK]
+    body = {**FEW, "messages": [HELLO], "tools": [*others, {**LOOK, "name": "other", "input_schema": schema}]}
+    found = refused(server, {**body, "tool_choice": {"type": "any"}})
+    assert found.startswith(f"tools[2].input_schema of 'other' {why}")
+
+
 # Thinking
 
 

@@ -535,6 +535,14 @@ def test_a_conversation_that_is_too_long_loses_its_oldest_turns_if_it_may(server
         ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"input": "x", "tools": [{"type": "é"}]}, "tools[0].type"),
         ({"input": "x", "tools": [LOOK, LOOK]}, "tools[1]"),
+        ({"input": "x", "tools": [SIGHT, {**SIGHT, "tools": [{"type": "custom"}, LOOK]}]}, "tools[1].tools[1]"),
+        ({"input": "x", "tools": [{**LOOK, "parameters": {"type": "array"}}]}, "tools[0].parameters"),
+        (
+            {"input": "x", "tool_choice": "required", "tools": [{"type": "web_search"}, {**LOOK, "parameters": {
+                "type": "object", "properties": {"a": {"type": "text"}},
+            }}]},
+            "tools[1].parameters",
+        ),
         ({"input": "x", "tool_choice": "perhaps"}, "tool_choice"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),
         ({"input": "x", "tool_choice": {"type": "web_search"}}, "tool_choice"),

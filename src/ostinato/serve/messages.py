@@ -32,7 +32,7 @@ from ostinato.serve.messages_output import NewBlock
 from ostinato.serve.service import Service
 from ostinato.serve.stream import EventStream, at_once, formatted, json_response, named_event
 from ostinato.text.chat import ChatRequest, FieldNames
-from ostinato.text.tools import TemplateMessage, Tool, ToolChoice, read_choice, read_tools
+from ostinato.text.tools import TemplateMessage, Tool, ToolChoice, ToolPlace, read_choice, read_tools
 
 PING: Final = named_event({"type": "ping"})
 _NAMES: Final = FieldNames("messages", "output_config.format")
@@ -110,12 +110,13 @@ def _continues(body: CountBody, messages: Sequence[TemplateMessage], choice: Too
 
 def _tools(body: CountBody) -> tuple[Tool, ...]:
     """The functions that the model may call."""
-    functions = [tool for tool in body.tools or () if isinstance(tool, CustomTool)]
+    functions = {index: tool for index, tool in enumerate(body.tools or ()) if isinstance(tool, CustomTool)}
     return read_tools(
         [
             {"function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}}
-            for tool in functions
-        ]
+            for tool in functions.values()
+        ],
+        [ToolPlace(f"tools[{index}]", f"tools[{index}]", f"tools[{index}].input_schema") for index in functions],
     )
 
 

@@ -53,7 +53,7 @@ from ostinato.serve.service import Service
 from ostinato.serve.shapes import JsonFormat
 from ostinato.serve.stream import EventStream, at_once, formatted, json_response, named_event
 from ostinato.text.chat import ChatRequest, FieldNames
-from ostinato.text.tools import Tool, ToolChoice, allowed, read_choice, read_tools
+from ostinato.text.tools import Tool, ToolChoice, ToolPlace, allowed, read_choice, read_tools
 
 NOT_KEPT: Final = (
     "this server keeps no responses (--keep-responses); send the whole conversation as input, with store false"
@@ -141,7 +141,7 @@ def translated(llm: LLM, body: ResponsesBody, previous: Continued | None, items:
     given = body.tools or []
     offered = [offered_of(tool) for tool in given if not isinstance(tool, OtherTool)]
     ignored = [*body.ignored, *(name for tool in given for name in ignored_of(tool))]
-    tools, choice = _tools(body, [function for tool in offered for function in functions_of(tool)])
+    tools, choice = _tools(body)
     options: dict[str, Any] = {}
     if body.reasoning is not None:
         effort = body.reasoning.effort
@@ -168,9 +168,13 @@ def translated(llm: LLM, body: ResponsesBody, previous: Continued | None, items:
     return Translated(asked, items, offered, ignored)
 
 
-def _tools(body: ResponsesBody, functions: Sequence[FunctionTool]) -> tuple[tuple[Tool, ...], ToolChoice]:
+def _tools(body: ResponsesBody) -> tuple[tuple[Tool, ...], ToolChoice]:
     """The functions, and whether the model must call one."""
-    tools = read_tools([{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in functions])
+    functions = functions_of(body.tools or [])
+    tools = read_tools(
+        [{"function": tool.model_dump(exclude={"type"})} for tool in functions.values()],
+        [ToolPlace(place, place, f"{place}.parameters") for place in functions],
+    )
     choice = body.tool_choice
     match choice:
         case None | str():

@@ -194,15 +194,18 @@ def offered_of(tool: FunctionTool | NamespaceTool) -> FunctionTool | NamespaceTo
     return tool.model_copy(update={"description": tool.description or "", "tools": functions})
 
 
-def functions_of(tool: FunctionTool | NamespaceTool) -> list[FunctionTool]:
-    """The functions of a tool, as the model calls them."""
-    if isinstance(tool, FunctionTool):
-        return [tool]
-    return [
-        one.model_copy(update={"name": qualified(one.name, tool.name)})
-        for one in tool.tools
-        if isinstance(one, FunctionTool)
-    ]
+def functions_of(tools: Sequence[ResponsesTool]) -> dict[str, FunctionTool]:
+    """The functions among the tools by their place in the request, each as the model calls it."""
+    found = {}
+    for index, tool in enumerate(tools):
+        if isinstance(tool, FunctionTool):
+            found[f"tools[{index}]"] = tool
+        elif isinstance(tool, NamespaceTool):
+            for number, one in enumerate(tool.tools):
+                if isinstance(one, FunctionTool):
+                    named = one.model_copy(update={"name": qualified(one.name, tool.name)})
+                    found[f"tools[{index}].tools[{number}]"] = named
+    return found
 
 
 def namespaces_of(tools: Sequence[FunctionTool | NamespaceTool]) -> dict[str, tuple[str, str]]:

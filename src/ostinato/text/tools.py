@@ -13,9 +13,9 @@ import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ostinato.errors import BadInput, BadOption, HardwareCannot, quoted
 from ostinato.options import Rule
@@ -46,6 +46,20 @@ _SHORT_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
 _LETTERS: Final = string.ascii_letters + string.digits
 
 
+class ToolPlace(NamedTuple):
+    """Where a tool stands in a request, for errors."""
+
+    tool: str
+    function: str
+    parameters: str
+
+    @staticmethod
+    def of(index: int) -> ToolPlace:
+        """In OpenAI's `tools`."""
+        function = f"tools[{index}].function"
+        return ToolPlace(f"tools[{index}]", function, f"{function}.parameters")
+
+
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A function that a model may call; `parameters` is a JSON schema of its arguments."""
@@ -53,6 +67,7 @@ class Tool:
     name: str
     description: str
     parameters: Mapping[str, Any]
+    place: str = field(default="parameters", compare=False)  # of `parameters` in the request, for errors
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -64,8 +79,8 @@ class Tool:
 ToolChoice: TypeAlias = Literal["none", "auto", "required"] | Tool
 
 
-def read_tools(definitions: Any) -> tuple[Tool, ...]:
-    """OpenAI's `tools` checked; BadInput names the first that is none.
+def read_tools(definitions: Any, places: Sequence[ToolPlace] | None = None) -> tuple[Tool, ...]:
+    """OpenAI's `tools` checked; BadInput names the first that is none, by its place where the request has another form.
 
     >>> [tool.name for tool in read_tools([{"type": "function", "function": {"name": "look"}}])]
     ['look']
@@ -76,33 +91,33 @@ def read_tools(definitions: Any) -> tuple[Tool, ...]:
         raise BadInput(f"tools is {type(definitions).__name__}; it must be a list of functions")
     if len(definitions) > MAX_TOOLS:
         raise BadInput(f"tools has {len(definitions)} entries; at most {MAX_TOOLS} can be given")
-    tools = tuple(_read_tool(index, definition) for index, definition in enumerate(definitions))
+    places = [ToolPlace.of(index) for index in range(len(definitions))] if places is None else places
+    tools = tuple(_read_tool(place, definition) for place, definition in zip(places, definitions, strict=True))
     names = [tool.name for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise BadInput(f"tools[{index}] is a second function of the name {name!r}; each needs its own")
+            raise BadInput(f"{places[index].tool} is a second function of the name {name!r}; each needs its own")
     return tools
 
 
-def _read_tool(index: int, definition: Any) -> Tool:
-    where = f"tools[{index}]"
+def _read_tool(where: ToolPlace, definition: Any) -> Tool:
     if not isinstance(definition, Mapping) or definition.get("type", "function") != "function":
-        raise BadInput(f"{where} must be of the form {{'type': 'function', 'function': {{'name': ...}}}}")
+        raise BadInput(f"{where.tool} must be of the form {{'type': 'function', 'function': {{'name': ...}}}}")
     function = definition.get("function")
     if not isinstance(function, Mapping):
-        raise BadInput(f"{where}.function is missing; it must have a name")
+        raise BadInput(f"{where.function} is missing; it must have a name")
     name, text, parameters = (function.get(key) for key in ("name", "description", "parameters"))
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         allowed = f"1 to {MAX_NAME} letters, digits, '_', '.' or '-'"
-        raise BadInput(f"{where}.function.name is {quoted(name)}; it must be {allowed}")
+        raise BadInput(f"{where.function}.name is {quoted(name)}; it must be {allowed}")
     if not isinstance(text, str | None):
-        raise BadInput(f"{where}.function.description is {type(text).__name__}; it must be text")
+        raise BadInput(f"{where.function}.description is {type(text).__name__}; it must be text")
     if not isinstance(parameters, Mapping | None):
-        raise BadInput(f"{where}.function.parameters is {type(parameters).__name__}; it must be a JSON schema")
+        raise BadInput(f"{where.parameters} is {type(parameters).__name__}; it must be a JSON schema")
     kinds = (parameters or {}).get("type", "object")
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
-        raise BadInput(f"{where}.function.parameters of {name!r} must describe an object; its type is {quoted(kinds)}")
-    return Tool(name, text or "", parameters or {"type": "object", "properties": {}})
+        raise BadInput(f"{where.parameters} of {name!r} must describe an object; its type is {quoted(kinds)}")
+    return Tool(name, text or "", parameters or {"type": "object", "properties": {}}, where.parameters)
 
 
 def allowed(tools: Sequence[Tool], names: Sequence[Any]) -> tuple[Tool, ...]:
@@ -257,11 +272,10 @@ class ToolFormat:
         if choice == "none" or (choice == "auto" and schema is None):
             return None
         callable_now = [choice] if isinstance(choice, Tool) else list(tools)
-        for number, tool in enumerate(tools):
-            refused = _refused(json.dumps(_closed(tool.parameters))) if tool in callable_now else None
+        for tool in callable_now:
+            refused = _refused(json.dumps(_closed(tool.parameters)))
             if isinstance(refused, Unfollowable):
-                where = f"tools[{number}].function.parameters of {tool.name!r}"
-                raise BadOption(f"{where} cannot be followed: {refused}")
+                raise BadOption(f"{tool.place} of {tool.name!r} cannot be followed: {refused}")
         several = parallel and not isinstance(choice, Tool) and not _SHAPES[self.name].single
         lines = self._call_rules(_SHAPES[self.name], callable_now, several=several)
         if choice == "auto":
