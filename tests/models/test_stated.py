@@ -101,6 +101,17 @@ def test_a_file_that_states_its_own_scaling_takes_nothing_from_the_usual_one() -
     assert (rope.base, set(rope.divisors or ())) == (5e4, {2.0})
 
 
+@pytest.mark.parametrize("name", ["qwen2-window", "qwen3-moe-window"])
+def test_a_window_without_a_size_is_that_of_the_class_and_null_is_none(name: str) -> None:
+    kind = TINY[name].kind
+    stated = whole(kind, {**TINY[name].config, "use_sliding_window": True})
+    stated = {key: value for key, value in stated.items() if key not in ("sliding_window", "layer_types")}
+    for unstated, window in (({}, 4096), ({"sliding_window": None}, None)):
+        layers = shape_of(kind, {**stated, **unstated}).attention.values()
+        assert list(layers)[-1].window == window
+        assert whole(kind, {**stated, **unstated})["sliding_window"] == window
+
+
 def test_a_gemma4_of_more_than_ten_layers_has_the_sizes_of_each() -> None:
     """transformers writes their numbers as 05 and 11."""
     few = dict(TINY["gemma4"].config)

@@ -26,7 +26,8 @@ def moe_from_gguf(f: Description) -> Shape:
 
 def moe_from_config(c: Description) -> Shape:
     """A window is one of all layers: Qwen's key for those without, max_window_layers, is not used by this class."""
-    window = c.integer("sliding_window") if c.flag("use_sliding_window", False) else None
+    windowed = c.flag("use_sliding_window", False) and c.has("sliding_window")
+    window = c.integer("sliding_window") if windowed else None
     return vl_moe_from_config(c).with_attention(window=window)
 
 
@@ -125,6 +126,7 @@ QWEN3_MOE = Family(
     "qwen3moe",
     LAYER,
     hf=("Qwen3MoeForCausalLM",),
+    config_defaults={"sliding_window": 4096},
     shape_from_gguf=moe_from_gguf,
     shape_from_config=moe_from_config,
     names={**COMMON_NAMES, **EXPERT_NAMES},
