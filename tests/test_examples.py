@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import inspect
 import io
+import json
 import os
 import re
 import shlex
@@ -161,7 +162,9 @@ def folder(default_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     (line,) = (block.text for block in BLOCKS if block.text.startswith('{"custom_id"'))
     (tmp_path / "requests.jsonl").write_text(line, encoding="utf-8")
-    (tmp_path / "person.json").write_text('{"properties": {"age": {"type": "integer"}}}', encoding="utf-8")
+    # Closed: with other members an answer would go on until the context is full.
+    person = {"properties": {"age": {"type": "integer"}}, "required": ["age"], "additionalProperties": False}
+    (tmp_path / "person.json").write_text(json.dumps(person), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Name a river.\n")))  # what `chat` is told
     return tmp_path

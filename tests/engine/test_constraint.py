@@ -135,7 +135,8 @@ def test_a_loop_that_waits_for_a_mask_admits_and_computes_for_others_at_once() -
         began = time.perf_counter()
         for i in range(5):
             assert len(ids(engine.submit(prompt(i, 40), sampling(max_tokens=5)))) == 5
-        assert time.perf_counter() - began < 1.0, "requests waited for another one's masks"
+        behind = 5 * 5 * 0.2  # what they would take behind its masks
+        assert time.perf_counter() - began < behind / 2, "requests waited for another one's masks"
         slow.cancel()
 
 
