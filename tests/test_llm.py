@@ -472,6 +472,7 @@ def unhurried(tiny_gguf: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_the_request_and_what_came_after_it_is_not_counted(tiny_gguf: Path) -> None:
     with LLM(tiny_gguf, device="cpu", mode="eager") as llm:
         wanted = Sampling(max_tokens=200, temperature=0.9, seed=5, ignore_eos=True)

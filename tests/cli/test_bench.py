@@ -28,6 +28,7 @@ def quick_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ostinato.lab.read_bandwidth.cache_bytes", lambda: 0)
 
 
+@pytest.mark.slow
 def test_lists_cross_and_every_figure_has_its_limit(ostinato: RunCli) -> None:
     ran = ostinato(*TINY, "--mode", "eager,loop", "--batch", "1,2", "--depth", "0,20")
     assert ran.code == 0, ran.err
@@ -100,6 +101,7 @@ def test_the_native_loop_is_left_out_of_a_profile_with_the_reason(
     assert [profile["mode"] for profile in note["profiles"]] == profiled
 
 
+@pytest.mark.slow
 def test_a_file_is_measured_too(ostinato: RunCli, tiny: Path) -> None:
     ran = ostinato("bench", "decode", "--model", tiny, *QUICK, "--mode", "loop", "--json")
     note = json.loads(ran.out)

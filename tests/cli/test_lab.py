@@ -79,6 +79,7 @@ def test_everything_leaves_a_report_and_two_of_them_are_compared(
     assert "second / first" in both.out
 
 
+@pytest.mark.slow
 def test_the_modes_are_drawn_and_the_others_have_their_reason(ostinato: RunCli, tmp_path: Path) -> None:
     few = ("--shape", "tiny", "--n-prompt", "4", "--n-gen", "4", "--device", "cpu", "--json")
     ran = ostinato("lab", "decode", *few, "--plot", tmp_path / "modes.svg")

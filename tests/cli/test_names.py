@@ -106,6 +106,7 @@ def test_timings_are_those_of_the_code() -> None:
     assert [name.strip("`") for name, _ in rows("Timings")] == [field.name for field in dataclasses.fields(Timings)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", OF_VERBS)
 def test_a_verb_takes_its_model_as_an_option_and_without_a_text_as_an_argument(verb: str) -> None:
     assert "--model" in flags(verb)

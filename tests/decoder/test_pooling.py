@@ -54,6 +54,7 @@ def obvious(kind: Pooling, batch: list[Token], rows: Floats) -> dict[int, Floats
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Pooling.MEAN, Pooling.CLS, Pooling.LAST])
 @settings(derandomize=True, deadline=None)
 @given(data=st.data())

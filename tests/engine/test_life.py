@@ -99,6 +99,7 @@ def test_closing_waits_for_the_chunk_that_is_under_way() -> None:
     assert not closing.is_alive()
 
 
+@pytest.mark.slow
 def test_a_loop_that_does_not_end_is_left_and_everything_else_is_closed(
     tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

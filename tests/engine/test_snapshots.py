@@ -115,6 +115,7 @@ def test_the_next_turn_of_a_conversation_begins_where_the_last_prompt_ended(fami
     assert cached == ([n and (n - 1) // PAGE * PAGE for n in lengths] if family in HYBRID else lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_that_begin_alike_share_whole_chunks_of_it(family: str, backend: str) -> None:

@@ -78,6 +78,7 @@ def test_more_than_memory_holds_is_refused_before_it_is_taken(machine: CpuMachin
         machine.time(Workload(n=1 << 31, steps=1), OP_BY_OP, 1)
 
 
+@pytest.mark.slow
 def test_a_row_sets_predictions_beside_figures_and_two_results_beside_each_other(
     machine: CpuMachine,
 ) -> None:

@@ -148,6 +148,7 @@ def test_instances_of_real_schemas_are_judged_as_the_oracle_judges_them(
             assert accepts(made, text) == expected, (entry["name"], text[:200])
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 def test_nearly_all_real_schemas_compile_and_soon(schema_data: list[dict[str, Any]], vocab_data: Path) -> None:
     """Of all that the oracle takes at least 90 of 100 compile, of function calls 97; nothing that it refuses does."""
@@ -555,6 +556,7 @@ def test_recursion_is_a_call() -> None:
     assert not accepts(made, '{"value":1,"next":{"value":2,"next":{}}}')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most_kept", [3, MOST_KEPT])
 def test_a_kept_mask_is_the_one_that_would_be_computed(vocab_data: Path, most_kept: int) -> None:
     """The same masks from one cache over many walks, full or not, and from one that keeps nothing."""

@@ -329,6 +329,7 @@ PARTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @given(make=st.sampled_from(ALL), text=st.lists(st.sampled_from(PARTS), max_size=14).map("".join), cuts=st.data())
 @settings(max_examples=300, deadline=None)
 def test_any_text_is_read_the_same_whole_or_in_pieces(make: MakeParser, text: str, cuts: st.DataObject) -> None:

@@ -325,6 +325,7 @@ def test_a_loop_is_not_opened_with_other_activations_than_its_weights_were_packe
         open_runner(model, settle_model(model, "loop", context=64, n_pages=8, threads=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "deepseek2"])
 def test_a_long_past_is_shared_out_by_blocks_with_the_same_bits(family: str) -> None:
     """One row of few key heads is split over threads; four of them are not."""

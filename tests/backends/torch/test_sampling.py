@@ -113,6 +113,7 @@ def allowed(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[
     return kept | {order[0]}
 
 
+@pytest.mark.slow
 @given(
     # a grid of values a step apart, so that no sum lands within rounding of a limit
     logits=st.lists(st.integers(-4, 4).map(float), min_size=2, max_size=9),

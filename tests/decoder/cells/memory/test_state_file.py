@@ -120,6 +120,7 @@ def tables(draw: st.DrawFn) -> dict[int, Cell]:
     return {cell: (draw(st.integers(0, 20)), sorted(draw(ids))) for cell in cells}
 
 
+@pytest.mark.slow
 @given(table=tables(), other=tables(), size=st.integers(16, 40), s=st.sampled_from([0, 3, 255]))
 @settings(max_examples=80, derandomize=True, deadline=None)
 def test_any_table_of_cells_comes_back(table: dict[int, Cell], other: dict[int, Cell], size: int, s: int) -> None:
