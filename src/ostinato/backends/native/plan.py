@@ -1,6 +1,6 @@
 """The step as the CPU's native loop runs it: one plan as C structs, over weights in tiles.
 
-`native_plan` converts a model's blocks into the structs of `src/loop.h`, field by field, and lists every buffer in a
+`native_plan` converts a model's blocks into the structs of `src/plan.h`, field by field, and lists every buffer in a
 `Plan`, so that its addresses are checked as in every other backend (I-6). `NativeStep` is the opened object: it runs
 the loop, a single step or a chunk of a prompt, and keeps alive the memory that C points at.
 """
@@ -53,13 +53,13 @@ _MIXERS: Final = (
     Mamba2Mixer,
     ShortConvMixer,
     DeltaMixer,
-)  # in the order of the enumeration in `src/loop.h`
+)  # in the order of the enumeration in `src/plan.h`
 _QK_NORMS: Final[tuple[QKNorm, ...]] = ("heads", "rows", "after_rope")
 _ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3, "clamped_swiglu": 4}
 _GATE_ACTIVATIONS: Final = {"sigmoid": 5, "softplus": 6}
 
 
-# --- the structs of `src/`: attention.h, layout.h, loop.h ---
+# --- the structs of `src/`: attention.h, layout.h, plan.h ---
 
 
 def _pointers(*names: str) -> tuple[tuple[str, type[c_void_p]], ...]:
