@@ -131,6 +131,16 @@ def test_a_number_is_among_the_visible_gpus(system: Callable[..., None], monkeyp
         choose_device("cuda:3")
 
 
+def test_a_gpu_number_that_is_not_there_is_refused_with_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E-12."""
+    monkeypatch.setattr("ostinato.engine.machine.driver_cuda", lambda: 13_000)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("cuda:1") == "cuda:1"
+    with pytest.raises(HardwareCannot, match=r"cuda:99: this machine has 2 GPU\(s\), numbered from 0"):
+        choose_device("cuda:99")
+
+
 @pytest.mark.parametrize("driver", [12_040, 12_060, 12_080, 12_090])
 def test_drivers_for_cuda_12_run_every_mode_with_a_build_of_torch_for_it(
     driver: int, system: Callable[..., None]

@@ -23,8 +23,8 @@ from ostinato.cache.groups import one_group
 from ostinato.errors import BadPointer, DecodeInvariantError, HardwareCannot
 from ostinato.loop.guard import Guard
 from ostinato.loop.layout import Layout
+from tests.backends.cuda.stand_in import StandIn
 from tests.backends.tape.models import shape_of, small
-from tests.engine.test_executor import StandIn
 
 CPU = torch.device("cpu")
 CHIP = Chip((9, 0), 3, 227 << 10)
