@@ -110,7 +110,7 @@ class Reader:
         elif isinstance(message, Exception):
             self._end(request, f"{type(message).__name__}: {message}")
         else:
-            self._end(request, None if self.is_cancelled else "it ended as cancelled, and nobody had cancelled it")
+            self._end(request, None if self.is_cancelled else "it ended as cancelled, and cancel() had not been called")
 
     def _end(self, request: Request, wrong: str | None) -> None:
         self._ended += 1

@@ -177,7 +177,7 @@ class Server:
 
     def _family(self) -> list[int]:
         """Every process that this server has started, and those that they have: they share its folder for temporary
-        files, whoever their parent is now."""
+        files, whatever process is their parent now."""
         mark = f"TMPDIR={self.temporary}".encode()
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
@@ -294,7 +294,7 @@ class Faults:
 
     async def _stop(self, what: str, pid: int | None, seconds: float | None) -> bool:
         """Stop a process for so long; without seconds, until its supervisor has killed it."""
-        if pid is None or pid in self._stopped:  # whoever let it go first would wake it for both
+        if pid is None or pid in self._stopped:  # the first of two stops to end would end both
             return False
         began = time.monotonic()
         with self._during(what):

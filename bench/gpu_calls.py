@@ -1,6 +1,6 @@
 """How many calls this process makes into the CUDA driver and runtime, counted by CUPTI's callbacks.
 
-CUPTI tells a subscriber of every call of the process, by name, whoever makes it: torch, Triton, cuda-core. No kernel
+CUPTI tells a subscriber of every call of the process, by name, from every library: torch, Triton, cuda-core. No kernel
 is traced, so nothing about a graph changes. Where CUPTI cannot be had, torch's profiler counts; where that fails too,
 what the loop says of itself (`Start.n_launches`).
 """

@@ -386,7 +386,7 @@ def _diagnosis(alone: Engine, crowd: Engine, case: Case, expected: list[Witness]
     twice = first_difference(expected, witnesses(alone.submit(case.prompt, case.sampling))) is None
     idle = first_difference(expected, witnesses(crowd.submit(case.prompt, case.sampling))) is None
     same = {True: "the same", False: "different"}
-    return f"alone a second time: {same[twice]}; in the large engine with nobody beside: {same[idle]}"
+    return f"alone a second time: {same[twice]}; in the large engine with no other request: {same[idle]}"
 
 
 def judge_trials(setting: Setting, ended: Sequence[Ended], name: str) -> list[Outcome]:

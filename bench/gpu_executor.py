@@ -247,7 +247,7 @@ def run_sanitized(setting: Setting, job: Job) -> Ended:
     began = time.monotonic()
     sanitizer = _sanitizer() if setting.on_gpu else None
     words = [] if sanitizer is None else [sanitizer, "--tool", tool, "--print-limit", "20"]
-    # Errors that calls return are ours to handle, as at a capture; and compilers are nobody's to watch.
+    # Our code handles errors that calls return, as at a capture. Child processes, such as compilers, are not watched.
     words += ["--report-api-errors", "no", "--target-processes", "application-only"] if words else []
     small = {key: value for key, value in job.words.items() if key != "tool"} | {"watched": tool == "racecheck"}
     asked = json.dumps({"device": setting.device, "work": "small_job", "words": small, "farewell": True})

@@ -144,7 +144,7 @@ class Meter:
                 rates.append(len(tokens) / device_s)
                 host.append(len(tokens) / host_s)
                 positions += [token.position for token in tokens]
-                short += len(tokens) < batch * n_tokens  # somebody came to the end of the context
+                short += len(tokens) < batch * n_tokens  # a sequence came to the end of the context
         # A token at position p came of a step that took in the one before it.
         kv_type = kv_type_of(self.type)
         kept = statistics.fmean(kv_read_bytes(self.model.shape, kv_type, position - 1) for position in positions)
@@ -329,7 +329,7 @@ def graph_memory(device: str, *, shape: str, type: str, slots: Sequence[int] = G
 
 
 def _card_bytes() -> int:
-    """Bytes in use on the card, by anybody, without what torch keeps for itself."""
+    """Bytes in use on the card, by any process, without what torch keeps for itself."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
@@ -442,7 +442,7 @@ def _bar(name: str, record: Record, bar: float | None, peer: float | None, *, li
     if "host_tok_s" in record:
         value += f"; heard at {record['host_tok_s']:,.0f}"
     if record.get("short_runs"):
-        value += f"; in {record['short_runs']} runs somebody came to the end of the context"
+        value += f"; in {record['short_runs']} runs a sequence came to the end of the context"
     if peer is not None:
         value += f"; llama.cpp {peer:,.0f} ({rate / peer:.2f} times)"
     verdict: Verdict = "PASS" if bar is None or rate >= bar else "MISS"

@@ -81,8 +81,8 @@ def _by_hand(model: Model, type: str, *, mode: str, context: int) -> LoopDriver:
 def calls(
     device: str, *, counter: int, mode: str, name: str, type: str, few: int = FEW, many: int = MANY
 ) -> Iterator[Record]:
-    """Calls into CUDA from trigger to end for few and for many tokens, with nobody asking in between; and through an
-    engine, whose thread does ask."""
+    """Calls into CUDA from trigger to end for few and for many tokens, with no thread asking in between; and through
+    an engine, whose thread does ask."""
     model = model_on(name, type, device)
     known = counters()
     called, count = known[counter] if counter < len(known) else ("Start.n_launches, the loop's own count", None)
@@ -307,7 +307,7 @@ class Heart:
 
 
 def stopped(device: str, *, mode: str, name: str, type: str, n_tokens: int, context: int) -> Iterator[Record]:
-    """A generation during which somebody stops this process."""
+    """A generation during which the parent process stops this one."""
     model = model_on(name, type, device)
     with _engine(model, type, mode=mode, context=context) as engine:
         _generation(engine, model, 8)()
@@ -315,7 +315,7 @@ def stopped(device: str, *, mode: str, name: str, type: str, n_tokens: int, cont
 
 
 def stopped_request(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Record:
-    """A request, warm, during which somebody stops this process once it has said that it is ready."""
+    """A request, warm, during which the parent process stops this one once it has said that it is ready."""
     heart = Heart()
     beating = threading.Thread(target=heart.beat, daemon=True)
     request = engine.submit(prompt, sampling)

@@ -390,7 +390,7 @@ WORKS: Final = {
 
 # The same kernel as one of those measured: it is compiled when its turn comes.
 _YIELD: Final[dict[str, Any]] = {"name": "llama-1b", "type": "bf16", "n_slots": 8, "context": CONTEXT}
-# Children start in this order: what is right before what is fast, and whoever measures is alone, after all others.
+# Children start in this order: checks of results, then measurements of speed, each of which runs alone.
 CHECKS: Final = (
     Check("tape", "tape-verify", _only_on_gpu(_verify_jobs), lambda s, e: judge_verified(s, e, "tape-verify", (TAPE,))),
     Check("tape", "tape-argmax", _only_on_gpu(_argmax_jobs), judge_argmax),

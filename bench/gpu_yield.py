@@ -1,9 +1,9 @@
-"""How long a running request waits because somebody else's prompt comes in, in the mode that leaves the card for it.
+"""How long a running request waits because another request's prompt comes in, in the mode that leaves the card for it.
 
 Three parts of that wait are told apart. *Leaving*: from the host's word to the last step boundary, and to the kernel's
 end; measured by hand, since an engine's thread sleeps and would be measured with it. The *chunk*: the prompt with
-nobody else there, by hand too. The *gap*: between two tokens of the running request, through an engine, by the device's
-own clock; what it has beyond a step, leaving and the chunk is the host, which must see that the kernel left.
+no other request there, by hand too. The *gap*: between two tokens of the running request, through an engine, by the
+device's own clock; what it has beyond a step, leaving and the chunk is the host, which must see that the kernel left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ostinato.loop.layout import End, Word
 
 LENGTHS: Final = (32, 512)  # of the prompts that come in
 N_PROMPTS: Final = 40  # of each length
-BEFORE: Final = 300  # tokens of the running request with nobody beside
+BEFORE: Final = 300  # tokens of the running request with no other request beside it
 # It is asked at some moment of a step and leaves at its end: one step at most, and what leaving takes.
 STEPS_TO_LEAVE: Final = 2.0
 DEADLINE_S: Final = 60.0
@@ -108,7 +108,7 @@ def leavings(
 
 
 def chunk_us(driver: LoopDriver, prompt: Sequence[int], repeats: int = 10) -> float:
-    """A prompt and its first token with nobody else there, by the host's clock: the median."""
+    """A prompt and its first token with no other request there, by the host's clock: the median."""
     runner, times = driver.runner, []
     pages = range(-(-(len(prompt) + 2) // runner.page_tokens))
     driver.admit(0, prompt, most=2, pages=pages, admit=False)

@@ -51,14 +51,14 @@ if not soaking():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Whoever draws without a seed of its own draws the same in every run, alone or among others."""
+    """A test that draws random numbers without a seed draws the same ones in every run, alone or among other tests."""
     random.seed(0)
     np.random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
 
 
-# By one process, so that Ray's cluster is started once; other modules go to whoever is free.
+# By one process, so that Ray's cluster is started once; other modules go to any free process.
 TOGETHER = ("scale/test_data.py", "scale/test_replicas.py")
 # What takes longest: first, so that no process is left alone with it at the end.
 LONG = (
@@ -111,7 +111,7 @@ def native_library() -> None:
 def quick_interpreter() -> None:
     """Triton's interpreter without what it does again and again to no end. It puts its own functions in the language's
     place at each call of a function within a kernel, searching all of the language for them: where they are there
-    already, it need not. It computes whether integers overflow, and tells nobody. It makes types and shapes anew."""
+    already, it need not. It computes whether integers overflow, and reports nothing. It makes types and shapes anew."""
     with suppress(ImportError):
         import triton.language as tl
         from triton.runtime import interpreter

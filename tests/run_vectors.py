@@ -3,7 +3,7 @@
     python -m tests.run_vectors FILE [--only COMPONENT]
 
 One line per mismatch (id, rules, key, expected, got), then the counts. Exit status: 0 when every vector matched, 1
-when one did not or had nobody to run it, 2 when the file cannot be read as vectors.
+when one did not or had no module to run it, 2 when the file cannot be read as vectors.
 """
 
 import argparse

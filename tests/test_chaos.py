@@ -73,7 +73,7 @@ def told_of(*messages: RequestMessage) -> list[str]:
 
 
 def test_an_end_without_a_cause_an_error_and_a_second_end_are_noticed() -> None:
-    assert told_of(Cancelled()) == ["it ended as cancelled, and nobody had cancelled it"]
+    assert told_of(Cancelled()) == ["it ended as cancelled, and cancel() had not been called"]
     assert told_of(RuntimeError("x")) == ["RuntimeError: x"]
     (_, second) = told_of(Cancelled(), Cancelled())
     assert second == "Cancelled after its end"

@@ -164,7 +164,7 @@ def test_trials_find_a_request_whose_bits_depend_on_its_neighbours(monkeypatch: 
     wrong = next(gpu_exact.trials("cpu", n=2, **words))["wrong"]  # type: ignore[arg-type]  # words of several kinds
     assert len(wrong) == 2
     assert "logprob" in wrong[0]
-    assert "with nobody beside: the same" in wrong[0]
+    assert "with no other request: the same" in wrong[0]
 
 
 def test_fewer_trials_than_wanted_are_a_miss_and_a_mismatch_is_a_failure() -> None:

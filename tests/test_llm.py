@@ -252,7 +252,7 @@ def test_defaults_of_a_file_that_make_no_sense_are_the_files_fault(tmp_path: Pat
         LLM(folder, device="cpu")
 
 
-def test_whoever_has_the_last_piece_may_ask_again_at_once(tiny_llm: LLM) -> None:
+def test_a_caller_that_has_the_last_piece_may_ask_again_at_once(tiny_llm: LLM) -> None:
     text = tiny_llm.generate("the sea", GREEDY).text
     for sampling in (GREEDY, Sampling(max_tokens=10, temperature=0, ignore_eos=True, stop=(text[2:4],))):
         pieces = tiny_llm.stream("the sea", sampling)
@@ -457,7 +457,7 @@ def test_a_closed_llm_says_so(tiny_gguf: Path) -> None:
 
 
 def until_idle(llm: LLM) -> dict[str, int]:
-    """Wait until nobody sits or waits; how requests have ended."""
+    """Wait until no request has a slot or waits for one; how requests have ended."""
     end = time.monotonic() + 30
     while (stats := llm.stats()).live or stats.prefilling or stats.waiting:
         assert time.monotonic() < end
@@ -504,7 +504,7 @@ def test_a_stream_that_is_dropped_half_way_cancels_its_request(unhurried: LLM) -
         del stream
         gc.collect()
     assert until_idle(unhurried)["cancelled"] == before + 2
-    unread = unhurried.stream("the sea", endless)  # nobody has asked for anything yet
+    unread = unhurried.stream("the sea", endless)  # no piece has been read yet
     del unread
     assert until_idle(unhurried)["cancelled"] == before + 2
 

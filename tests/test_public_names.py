@@ -1,4 +1,4 @@
-"""The public names of the package, pinned: whoever changes one changes this file, and the changelog."""
+"""The public names of the package, pinned: a change that alters one also changes this file and the changelog."""
 
 import dataclasses
 import inspect

@@ -115,7 +115,9 @@ def test_an_exception_is_a_mismatch_and_the_run_goes_on(tmp_path: Path, capsys: 
     assert lines[1] == "2 vectors: 1 match, 1 do not, 0 not run"
 
 
-def test_a_component_nobody_runs_is_said_and_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_component_without_a_module_is_reported_and_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path / "foreign.json", [one(), one(id="Y-001", component="telepathy")])
     assert main([path]) == 1
     assert "not run: 1 of component 'telepathy'" in capsys.readouterr().out

@@ -45,8 +45,10 @@ def test_the_bankers_rule_finds_an_order_exactly_where_there_is_one(free: int, h
 @pytest.mark.slow
 @given(st.integers(0, 2**32), st.integers(4, 20), st.booleans())
 @settings(max_examples=150, derandomize=True, deadline=None)
-def test_whoever_has_a_lease_finishes_and_no_page_is_lost(seed: int, n_pages: int, share_prefixes: bool) -> None:
-    """Sequences arrive, grow and end at random; whatever happens, somebody can always go on."""
+def test_every_sequence_with_a_lease_finishes_and_no_page_is_lost(
+    seed: int, n_pages: int, share_prefixes: bool
+) -> None:
+    """Sequences arrive, grow and end at random; at every moment at least one of them can go on."""
     chance = random.Random(seed)
     reserve = reserve_of(n_pages, share_prefixes=share_prefixes)
     # Of 2 letters, so that prompts begin alike.
@@ -76,7 +78,7 @@ def test_whoever_has_a_lease_finishes_and_no_page_is_lost(seed: int, n_pages: in
                 reserve.close(lease)
                 leased.remove((lease, n_positions))
                 moved = True
-        if not moved:  # by bad luck, or for good? somebody must be able to have more
+        if not moved:  # by chance, or a deadlock? at least one lease must be able to grow or be whole
             assert any(reserve.extend(lease, 1) or not lease.short for lease, _ in leased)
     assert reserve.n_available == n_pages
     assert reserve.open([9] * (n_pages * PAGE), n_pages * PAGE, all_now=True) is not None
@@ -147,7 +149,7 @@ def test_without_shared_prefixes_nothing_is_kept() -> None:
     assert reserve.n_cached == 0
 
 
-def test_what_is_kept_can_be_leased_again_and_costs_nobody_a_page() -> None:
+def test_what_is_kept_can_be_leased_again_and_costs_no_other_sequence_a_page() -> None:
     reserve = reserve_of(6, share_prefixes=True)
     prompt = [1] * 9
     lease = reserve.open(prompt, 16, all_now=True)

@@ -177,7 +177,7 @@ def test_a_model_without_a_template_cannot_chat(ostinato: RunCli, base: Path) ->
     assert "run --raw" in ran.err
 
 
-def test_ctrl_c_is_nothing_where_nobody_waits_for_it() -> None:
+def test_ctrl_c_does_nothing_where_it_is_not_awaited() -> None:
     before = signal.getsignal(signal.SIGINT)
     with CtrlC() as ctrl_c:
         signal.raise_signal(signal.SIGINT)
@@ -207,7 +207,7 @@ def test_a_signal_stops_the_answer_and_not_the_program(tiny: Path) -> None:
 
 
 class Person:
-    """Somebody at a terminal, who reads what is on the screen and types."""
+    """A person at a terminal, who reads what is on the screen and types."""
 
     def __init__(self, *arguments: str) -> None:
         self.master, slave = pty.openpty()
@@ -232,7 +232,7 @@ class Person:
         self.screen = self.screen.partition(text)[2]
 
     def leave(self) -> int:
-        """Read on to the end, so that nobody waits for a full terminal; the program's exit code."""
+        """Read on to the end, so that a full terminal does not block the program; its exit code."""
         while True:
             try:
                 if not os.read(self.master, 65536):

@@ -160,7 +160,7 @@ def test_an_unknown_architecture_is_inspected_as_far_as_it_goes(ostinato: RunCli
     assert "'novel' is not known" in found["missing"][0]
 
 
-def test_a_tokenizer_that_nobody_knows_does_not_hide_the_rest(ostinato: RunCli, tmp_path: Path) -> None:
+def test_an_unknown_tokenizer_does_not_hide_the_rest(ostinato: RunCli, tmp_path: Path) -> None:
     def rename(metadata: dict[str, Any]) -> None:
         metadata["tokenizer.ggml.model"].value = "novel"
 

@@ -233,7 +233,7 @@ def test_a_blank_prompt_is_refused_unless_raw(ostinato: RunCli, tiny: Path) -> N
     assert ostinato("run", "--model", tiny, "--raw", "--max-tokens", "1", "  ").code == 0
 
 
-def test_nobody_gives_a_prompt(ostinato: RunCli) -> None:
+def test_a_missing_prompt_is_refused(ostinato: RunCli) -> None:
     ran = ostinato("run", terminal=True)
     assert ran.code == 2
     assert "the prompt is missing: give it as an argument, with --file FILE, or on standard input" in ran.err

@@ -18,14 +18,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[ServeOptions]:
     """What servers were started with; none is."""
     found: list[ServeOptions] = []
 
-    class Nobody:
+    class RecordingSupervisor:
         def __init__(self, options: ServeOptions, talk: object) -> None:
             found.append(options)
 
         def run(self) -> int:
             return 0
 
-    monkeypatch.setattr(supervisor, "Supervisor", Nobody)
+    monkeypatch.setattr(supervisor, "Supervisor", RecordingSupervisor)
     monkeypatch.setattr(supervisor, "models_that_cannot_load", lambda options: [])
     monkeypatch.setattr(serve, "resolve", lambda model, talk: None)
     monkeypatch.delenv("OSTINATO_API_KEY", raising=False)

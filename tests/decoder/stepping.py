@@ -209,5 +209,5 @@ def _reads(
 
 
 def _as_seen_by(sequence: int, owners: list[Place]) -> Place:
-    """A cell that several sequences have is the reader's own; one that nobody has is a place of no sequence."""
+    """A cell that several sequences have is the reader's own; a cell of no sequence is the place -1 of sequence -1."""
     return next((place for place in owners if place.sequence == sequence), owners[0] if owners else Place(-1, -1))

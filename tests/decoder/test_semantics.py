@@ -55,7 +55,7 @@ every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 
 @cache
 def alone(way: Way, sequence: int) -> tuple[int, ...]:
-    """What a sequence says when nobody else is there."""
+    """The tokens of a sequence when it is the only one."""
     decoder = way()
     said = [decoder.admit({sequence: PROMPTS[sequence]})[sequence]]
     while len(said) <= N_STEPS:
@@ -189,7 +189,7 @@ def schedules(draw: st.DrawFn) -> list[list[int]]:
     suppress_health_check=[HealthCheck.differing_executors],
 )
 @given(schedule=schedules())
-def test_a_sequence_says_the_same_whoever_else_is_there(way: Way, schedule: list[list[int]]) -> None:  # D-24
+def test_a_sequence_says_the_same_beside_any_other_sequences(way: Way, schedule: list[list[int]]) -> None:  # D-24
     decoder, said = way(), dict[int, list[int]]()
     for group in schedule:
         new = {s: PROMPTS[s] for s in group if s not in said}

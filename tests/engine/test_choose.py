@@ -113,7 +113,7 @@ def test_auto_with_what_only_the_persistent_kernel_can_do_takes_it_or_refuses(ne
         decided(model, slots=9, mode="persistent", **needs)
 
 
-def test_what_it_cannot_play_is_said_whoever_asks() -> None:
+def test_what_persistent_mode_cannot_run_is_said_whether_or_not_it_is_asked_for() -> None:
     model = small(shape_of())
     reason = "the tape has up to 8 slots, and 9 are asked for"
     settled = decided(model, slots=9)

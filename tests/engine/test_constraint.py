@@ -1,4 +1,4 @@
-"""Answers that must follow something: masks go through the inbox, tokens are the device's, and nobody else waits."""
+"""Answers that must follow something: masks go through the inbox, the device samples, and no other request waits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Cycle:
 
 @contextmanager
 def constrained_engine(make: Callable[[], Constraint], **words: object) -> Iterator[Engine]:
-    """An engine in which whoever asks for a regex gets `make()`."""
+    """An engine in which a request with a regex gets `make()`."""
 
     def constrain(wanted: Sampling) -> Constraint | None:
         return None if wanted.rule is None else make()
@@ -270,7 +270,7 @@ def test_a_slow_constraint_does_not_hold_up_another() -> None:
 
 @pytest.mark.slow
 def test_the_others_keep_their_pace_beside_a_slow_constraint() -> None:
-    """A mask that takes 50 ms, two hundred steps of this model, holds up its own slot and nobody else."""
+    """A mask that takes 50 ms, two hundred steps of this model, holds up its own slot and no other."""
 
     def pace(beside: bool) -> float:
         with constrained_engine(lambda: Cycle([[1, 2]] * 200, pause_s=0.05), n_slots=4, context=1024) as engine:

@@ -266,7 +266,7 @@ def test_prompts_cannot_read_a_tape_that_is_not_there(tiny_gguf: Path, card: Car
 # What the native loop needs
 
 
-def test_eight_bits_of_activations_are_refused_where_nobody_multiplies_with_them(tiny_gguf: Path) -> None:
+def test_eight_bits_of_activations_are_refused_where_no_kernel_multiplies_with_them(tiny_gguf: Path) -> None:
     with pytest.raises(BadOption, match="--activations int8 is for the CPU's native loop and for --mode persistent"):
         LLM(tiny_gguf, device="cpu", mode="eager", activations="int8")
 

@@ -128,7 +128,7 @@ def test_a_loop_that_does_not_end_is_left_and_everything_else_is_closed(
     native.close()
 
 
-def test_whoever_waits_for_room_when_an_engine_closes_is_told() -> None:
+def test_a_caller_that_waits_for_room_when_an_engine_closes_gets_an_error() -> None:
     engine = open_engine(n_slots=1, context=LONG, queue=0)
     decoding(engine)
     told: list[BadInput] = []

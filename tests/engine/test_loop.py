@@ -167,7 +167,7 @@ def test_a_yield_ends_the_loop_at_a_boundary_and_a_trigger_resumes_it() -> None:
     assert driver.tokens(generation) == alone([1, 2, 3], model=model, most=60)
 
 
-def test_the_loop_ends_when_nobody_lives_and_then_nothing_runs() -> None:
+def test_the_loop_ends_when_no_sequence_is_live_and_then_nothing_runs() -> None:
     before = threading.active_count()
     driver = open_loop()
     driver.admit(0, [1, 2], most=3)

@@ -298,7 +298,7 @@ ORDERS: dict[str, Callable[[Driver], object]] = {
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_host_can_give_a_running_slot_no_number_of_its_own(driver: Driver, order: str) -> None:
-    """I-4, I-5: what it says lies in admissions and rings, and the loop takes none of it for whoever runs."""
+    """I-4, I-5: the host writes to admissions and rings, and the loop takes none of it into a running slot."""
     generation = driver.admit(0, PROMPT, most=24, granted=16)
     driver.run()  # until it waits for its second page
     with held(driver.runner):
@@ -421,7 +421,7 @@ def test_drift_planted_while_the_loop_runs_is_found_at_the_next_step(driver: Dri
     assert driver.word(Word.WHY) == End.FAULT
     assert driver.runner.decode_mode.fault() is not None
     driver.entries += driver.runner.host.drain()
-    assert all(entry.finish is Finish.NONE for entry in driver.entries), "a drifted loop finishes nobody"
+    assert all(entry.finish is Finish.NONE for entry in driver.entries), "a drifted loop finishes no sequence"
     with pytest.raises(EngineDead):
         driver.runner.decode_mode.trigger()
 

@@ -106,6 +106,6 @@ def test_a_loop_that_opens_has_nothing_to_say_and_is_built() -> None:
     driver.runner.close()
 
 
-def test_an_encoder_is_refused_by_whoever_opens_it() -> None:
+def test_an_encoder_is_refused_when_it_is_opened_to_generate() -> None:
     with pytest.raises(Unsupported, match="bert is an encoder: it embeds text and generates none"):
         open_loop("encoder", mode="eager")

@@ -86,7 +86,7 @@ def test_one_too_large_for_the_free_pages_holds_its_place() -> None:
         small = engine.submit(prompt(3, 4), SHORT)
         until(lambda: engine.stats().waiting == 2, "both wait")
         time.sleep(0.02)
-        assert small.prefill_began is None  # there is a slot and a page for it, and somebody before it
+        assert small.prefill_began is None  # a slot and a page are free, but an earlier request waits
         assert not large.ended
         first.cancel()
         assert ids(large) == [t[0] for t in alone(prompt(2, 150), sampling(max_tokens=30), mode="eager")]
@@ -117,7 +117,7 @@ def test_slots_that_are_free_are_no_line() -> None:
         assert len(requests) == 3
 
 
-def test_whoever_is_willing_waits_for_room_in_the_line() -> None:
+def test_a_caller_that_asks_for_it_waits_for_room_in_the_queue() -> None:
     with open_engine(n_slots=1, context=LONG, queue=0) as engine:
         before = decoding(engine)
         found: list[list[int]] = []
@@ -405,7 +405,7 @@ def test_a_refused_attempt_changes_nothing_and_the_running_requests_finish() -> 
         assert engine.stats().fault is None
 
 
-def test_a_fault_of_the_engines_own_thread_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_engines_own_thread_leaves_no_request_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine() as engine:
 
         def broken(*_: object) -> None:
@@ -423,7 +423,7 @@ def test_pages_are_as_wide_as_these_tests_think() -> None:
 
 
 def test_an_engine_hears_a_loop_that_cannot_ring_and_ends_just_before_it_goes_to_sleep() -> None:
-    """As on a GPU, where nobody tells the host that the loop has spoken or ended."""
+    """As on a GPU, where no event tells the host that the loop has written to the outbox or ended."""
     rung: list[int] = []
     with open_engine(mode="eager") as engine:  # the native loop rings by a file; this one calls what Python can replace
         engine.runner.start._wake = lambda: rung.append(0)  # type: ignore[attr-defined]  # a loop without a wake event

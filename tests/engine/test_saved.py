@@ -106,7 +106,7 @@ def test_the_native_loops_pages_are_saved_position_by_position(
         torch.testing.assert_close(near, wanted, atol=1e-3 if kv_type == "f32" else 0.05, rtol=0)
 
 
-def test_what_is_kept_gives_way_to_whoever_needs_its_pages() -> None:
+def test_kept_pages_are_given_to_a_request_that_needs_them() -> None:
     with open_engine(n_slots=1, context=64, n_pages=4, share_prefixes=False) as engine:
         held = answered(engine, prompt(1, 21))
         bits(engine.submit(prompt(2, 50), sampling(max_tokens=10)))

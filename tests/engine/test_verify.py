@@ -310,7 +310,7 @@ def mixtral_beside_twins(kernels: Kernels) -> Compared:
     return verifier(model, kv_type="bf16", open=opens_fused(kernels)).near_twins(model)
 
 
-# Rounding to bfloat16 moves the logits of gemma4-shared by a tenth of their size and more, whoever computes them.
+# Rounding to bfloat16 moves the logits of gemma4-shared by a tenth of their size and more in every implementation.
 @pytest.mark.parametrize("family", [name for name in FAMILIES + RECURRENT + LATENT if name != "gemma4-shared"])
 def test_kernels_of_every_family_are_near_the_twins_in_bfloat16(family: str) -> None:
     model = family_model(family, dtype=torch.bfloat16)
@@ -332,7 +332,7 @@ def test_another_route_of_a_near_tie_is_no_difference(monkeypatch: pytest.Monkey
     assert mixtral_beside_twins(route_then(partial(take, 2, within=0.03))).difference is not None
 
 
-def test_an_expert_that_nobody_would_choose_is_found_and_its_layer_named() -> None:
+def test_an_expert_that_is_not_near_the_choice_is_found_and_its_layer_named() -> None:
     found = mixtral_beside_twins(route_then(partial(take, 3))).difference
     assert found is not None
     assert (found.node, found.buffer) == ("layer.0.route", "experts")

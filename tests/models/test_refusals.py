@@ -85,7 +85,7 @@ def refusal(path: Path, kind: type[BadInput] = BadInput, **options: Any) -> str:
 # GGUF
 
 
-def test_a_tensor_nobody_uses_is_named(tmp_path: Path, tiny_files: Path) -> None:
+def test_an_unused_tensor_is_named(tmp_path: Path, tiny_files: Path) -> None:
     """E-27."""
     path = spoiled_gguf(tmp_path, tiny_files, tensors=lambda t: t.update({"blk.0.surprise.weight": torch.ones(4, 32)}))
     assert "blk.0.surprise.weight" in refusal(path, BadFile)
@@ -290,7 +290,7 @@ def test_a_text_part_of_an_unknown_kind_is_named(tmp_path: Path, tiny_files: Pat
     assert "'Gemma3ForConditionalGeneration' is not known, nor is its text part 'gemma9_text'" in message
 
 
-def test_a_tensor_of_a_folder_that_nobody_uses_is_named(tmp_path: Path, tiny_files: Path) -> None:
+def test_an_unused_tensor_of_a_folder_is_named(tmp_path: Path, tiny_files: Path) -> None:
     extra = {"model.layers.0.adapter.weight": torch.ones(4)}
     path = spoiled_folder(tmp_path, tiny_files, tensors=lambda t: t.update(extra))
     assert "model.layers.0.adapter.weight" in refusal(path, BadFile)

@@ -131,7 +131,7 @@ def replicas(
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A Ray cluster that is there already. `environment`: of whoever joins it."""
+    """A Ray cluster that is there already. `environment`: of a process that joins it."""
 
     address: str
     dashboard: str

@@ -150,7 +150,7 @@ def test_who_watches_sees_a_bar_with_the_rate_and_the_time_left(monkeypatch: pyt
             for answered in range(4):
                 bar(Tally(lines=10, already_done=2, answered=answered, tokens=8 * answered))
     shown = ""
-    with os.fdopen(screen, "rb", buffering=0) as seen, suppress(OSError):  # its end, once nobody writes
+    with os.fdopen(screen, "rb", buffering=0) as seen, suppress(OSError):  # its end, once the writer is closed
         while part := seen.read(100_000):
             shown += part.decode()
     assert "5/10" in shown

@@ -57,7 +57,7 @@ def test_gathered_parts_are_the_same_events_in_fewer_parts(tiny: Path) -> None:
     assert {each["id"] for each in events(other)} == {"cmpl-given"}  # the id that it was given elsewhere
 
 
-def test_whoever_stops_reading_is_cancelled(tiny: Path) -> None:
+def test_a_request_whose_reader_stops_is_cancelled(tiny: Path) -> None:
     async def work(server: LocalServer) -> tuple[int, int]:
         async with aclosing(server.messages(post(max_tokens=900))) as messages:
             async for message in messages:

@@ -152,4 +152,4 @@ def test_prefixes_find_more_in_memory_than_turns_do_over_four_replicas() -> None
     found, most = chats(by_prefix, **size)
     found_in_turn, _ = chats(in_turn, **size)
     assert found > 2 * found_in_turn
-    assert most <= 2 * 16 * 8 / 4  # and nobody is left with all of it
+    assert most <= 2 * 16 * 8 / 4  # and no replica is left with all of it

@@ -1,4 +1,4 @@
-"""What cannot be: no Ray, nobody at the address, too few GPUs; told at once, with what to do."""
+"""What cannot be: no Ray, no answer at the address, too few GPUs; told at once, with what to do."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
         cluster.check_address(address)
 
 
-def test_an_address_that_nobody_answers_is_refused_in_time() -> None:
+def test_an_address_that_gives_no_answer_is_refused_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     began = time.monotonic()
@@ -201,7 +201,7 @@ def test_an_application_that_was_taken_away_ends_the_program(monkeypatch: pytest
     assert list(seen) == []
 
 
-def test_a_port_that_is_taken_and_a_model_nobody_knows_are_refused_before_ray_starts(
+def test_a_port_that_is_taken_and_an_unknown_model_are_refused_before_ray_starts(
     ostinato: RunCli,  # noqa: F811
     tiny: Path,
 ) -> None:

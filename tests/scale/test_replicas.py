@@ -164,7 +164,7 @@ def test_replicas_are_added_when_requests_wait(in_turn: Replicas) -> None:
             thread.join()
 
 
-def test_whoever_leaves_is_cancelled_on_its_replica(server: Replicas) -> None:
+def test_a_request_whose_client_disconnects_is_cancelled_on_its_replica(server: Replicas) -> None:
     with server.http() as client, client.stream("POST", "/v1/completions", json=LONG) as reply:
         next(reply.iter_lines())
     until(lambda: server.health()["slots_busy"] == 0)

@@ -1,4 +1,4 @@
-"""Many at once, and clients that behave badly: nobody else notices, and everything comes back."""
+"""Many clients at once, and some that behave badly: the others are unaffected, and every slot becomes free again."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_more_clients_than_slots_all_get_their_own_answers(server: Running) -> N
     assert free_slots(server) == 4
 
 
-def test_whoever_waits_is_kept_company_by_comments(tiny: Path) -> None:
+def test_comments_keep_the_connection_of_a_waiting_request_open(tiny: Path) -> None:
     limits = ServeLimits(keep_alive_s=0.05)
     with serving(tiny, llm={**SLOW, "slots": 1}, limits=limits) as server, server.http() as http:
         with http.stream("POST", CHAT, json={**LONG, "stream": True}) as first:
@@ -148,7 +148,7 @@ def test_whoever_waits_is_kept_company_by_comments(tiny: Path) -> None:
 
 @pytest.mark.slow
 @every_api
-def test_a_slow_reader_is_cut_off_and_holds_nobody_up(tiny: Path, path: str) -> None:
+def test_a_slow_reader_is_cut_off_and_holds_up_no_other_client(tiny: Path, path: str) -> None:
     limits = ServeLimits(unread_tokens=200, write_s=0.5)
     with serving(tiny, llm={**SLOW, "slots": 2}, limits=limits, send_bytes=4096) as server:
         address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
@@ -319,7 +319,7 @@ def test_a_prompt_that_the_model_does_not_have_is_refused_by_name(server: Runnin
     assert answer.json()["error"]["param"] == "prompt_name"
 
 
-def test_embeddings_take_turns_in_a_bounded_line_that_whoever_leaves_is_out_of(
+def test_embeddings_wait_in_a_bounded_queue_and_a_client_that_disconnects_leaves_it(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computing, go_on = threading.Semaphore(0), threading.Event()

@@ -1,4 +1,4 @@
-"""The bytes of a few streams, pinned: whoever changes one changes a file here, and the changelog.
+"""The bytes of a few streams, pinned: a change that alters one also changes a file here and the changelog.
 
 What may differ from run to run (times, digests, ids of calls) is masked. To write them anew: OSTINATO_WRITE_GOLDEN=1.
 """

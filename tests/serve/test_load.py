@@ -117,7 +117,7 @@ def test_200_requests_of_32_clients_a_third_of_whom_leave_early(tiny: Path) -> N
 
 
 def settle(running: Running) -> None:
-    """Wait until nobody is answered any more."""
+    """Wait until no request is running any more."""
     end = time.monotonic() + 60
     while running.service.n_running or running.llm.stats().live:
         assert time.monotonic() < end

@@ -125,7 +125,7 @@ def test_a_running_request_keeps_its_model_and_the_other_waits_until_it_ends() -
     run(work())
 
 
-def test_after_a_while_a_busy_model_takes_no_further_requests_and_so_nobody_waits_for_ever() -> None:
+def test_after_a_while_a_busy_model_takes_no_further_requests_and_so_no_request_waits_for_ever() -> None:
     async def work() -> None:
         played = Played([6, 6])
         played.models._patience_s = 0.01

@@ -22,7 +22,7 @@ async def reading(message: Message) -> None:
     await asyncio.sleep(message["after_s"])
 
 
-def test_a_message_that_nobody_takes_in_time_is_a_timeout_however_many_were_taken_before() -> None:
+def test_a_message_that_the_client_does_not_take_in_time_is_a_timeout_however_many_were_taken_before() -> None:
     async def work() -> None:
         with closing(TimedSend(reading, 0.2)) as send:
             for _ in range(6):

@@ -169,7 +169,7 @@ def process_of(made: ChatTemplate) -> "subprocess.Popen[bytes]":
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has waited for yet counts."""
+    """Whether a process has ended; one whose parent has not waited for it yet counts."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except FileNotFoundError:

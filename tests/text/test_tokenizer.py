@@ -72,7 +72,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) ->
     seconds = time.perf_counter() - began
     ended.set()
     other.join()
-    # In the middle of it, however loaded the machine: a thread that held the lock would let nobody look there.
+    # In the middle of it, however loaded the machine: a thread that held the lock would let no other thread look there.
     assert any(0.25 < (at - began) / seconds < 0.75 for at in looks)
 
 

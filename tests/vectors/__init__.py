@@ -18,7 +18,7 @@ class Component(Protocol):
 
 
 def component(name: str) -> Component | None:
-    """The module that runs the vectors of a component; None where nobody has written it."""
+    """The module that runs the vectors of a component; None where this folder has none."""
     if not name.isidentifier() or find_spec(f"tests.vectors.{name}") is None:
         return None
     module = import_module(f"tests.vectors.{name}")

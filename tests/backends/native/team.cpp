@@ -31,7 +31,7 @@ void die_in_the_middle(void*, Member& m) {
     m.barrier();
 }
 
-void keep_waiting(void* what, Member& m) {  // the last member is late, as if its core were somebody else's
+void keep_waiting(void* what, Member& m) {  // the last member is late, as if another process had its core
     if (m.me == m.n - 1 && m.n == m.team->size()) {
         const int64_t until = team::now_ns() + *static_cast<int*>(what) * int64_t(1000);
         while (team::now_ns() < until) sched_yield();
@@ -100,7 +100,7 @@ void team_keep_waiting(void* t, int n_jobs, int late_us) {
     mine.release();
 }
 
-// Steps, with the turn passed between them to whoever waits.
+// Runs steps, and hands ownership of the team to a waiting thread between them.
 void team_play(void* t, int n, int step_us) {
     Team& mine = *static_cast<Team*>(t);
     mine.acquire();
@@ -112,7 +112,7 @@ void team_play(void* t, int n, int step_us) {
     mine.release();
 }
 
-// How many steps of whoever plays passed until this caller had the turn.
+// How many steps the playing thread has run before this thread owns the team.
 int team_steps_until_turn(void* t) {
     Team& mine = *static_cast<Team*>(t);
     const int before = n_steps;
@@ -124,8 +124,8 @@ int team_steps_until_turn(void* t) {
 
 int team_steps() { return n_steps; }
 
-// Somebody waits for the turn, has no core while it is offered, and has one again: how many steps of whoever plays pass
-// until it has the turn, of so many; that many where it was forgotten.
+// A thread waits for ownership, has no core while it is offered, and has one again: how many steps pass until it owns
+// the team; `most` if its request was forgotten.
 int team_steps_after_a_missed_offer(void* t, int most) {
     Team& mine = *static_cast<Team*>(t);
     core_taken = core_back = false;
@@ -175,7 +175,7 @@ int team_passes_for(void* t, int n_waiters) {
     return passes;
 }
 
-// Whoever the turn is passed to dies with it: how often a member is let through a barrier too early after that.
+// The thread that ownership is handed to dies with it: how often a member then passes a barrier too early.
 int team_wrong_after_a_passed_turn_died(void* t) {
     Team& mine = *static_cast<Team*>(t);
     mine.acquire();

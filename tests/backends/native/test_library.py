@@ -144,7 +144,7 @@ def test_a_cpu_without_amx_does_not_grant_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["v5", "native"])
-def test_a_level_that_nobody_knows_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_an_unknown_level_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("OSTINATO_CPU_LEVEL", name)
     with pytest.raises(HardwareCannot, match=f"'{name}'; levels of this CPU are .*plain"):
         cpu_library()

@@ -404,7 +404,7 @@ def test_a_chunk_beside_a_running_loop_has_its_turn_at_a_boundary() -> None:
 
 
 @pytest.mark.slow
-def test_nobody_spins_while_nothing_is_to_be_done() -> None:
+def test_no_thread_spins_while_there_is_no_work() -> None:
     with closing(open_loop()) as driver:
         driver.admit(0, PROMPT, most=30)
         driver.run()
@@ -414,7 +414,7 @@ def test_nobody_spins_while_nothing_is_to_be_done() -> None:
         assert time.process_time() - before < 0.05
 
 
-def test_the_loop_rings_the_wake_at_its_boundaries_and_nobody_else_does() -> None:
+def test_the_loop_sets_the_wake_event_at_its_step_boundaries_and_no_other_thread_does() -> None:
     with closing(open_loop()) as driver:
         driver.admit(0, PROMPT, most=60)
         wake = driver.runner.changed

@@ -194,7 +194,7 @@ def test_the_first_token_comes_from_the_admissions_alone(
     logits, setting, n_tokens = case
     vocab = logits.shape[0]
     chooser = Chooser(library, vocab)
-    chooser.tables.table.memory.fill_(0x55)  # whoever sat there before
+    chooser.tables.table.memory.fill_(0x55)  # as left by the slot's previous sequence
     write_admission(chooser.tables.admissions, 1, setting, vocab)
     theirs = chooser.twin_first(logits, 1, n_tokens)
     same(chooser.native(logits, 1, n_tokens, first=True), theirs, min(setting.n_logprobs, vocab))

@@ -1,4 +1,4 @@
-"""The thread team: barriers let nobody through early, turns are passed, and whoever dies leaves nobody stuck."""
+"""The thread team: no member passes a barrier early, threads hand over ownership, and one that dies blocks no other."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def within(seconds: float, call: Callable[[], int]) -> int:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_nobody_passes_a_barrier_before_all_are_there(n: int) -> None:
+def test_no_member_passes_a_barrier_before_all_have_reached_it(n: int) -> None:
     team = Team(n)
     assert within(DEADLINE_S, lambda: team.wrong(40, 25)) == 0
     team.free()
@@ -132,9 +132,9 @@ def test_a_team_whose_caller_died_can_be_closed() -> None:
     assert time.monotonic() - before < 5
 
 
-def test_whoever_waits_has_the_turn_between_two_steps(three: Team) -> None:
-    """A loop of 400 steps of half a millisecond, asked ten times: after the step under way, or the next; more only
-    where whoever asked lost its core between looking and asking."""
+def test_a_waiting_thread_owns_the_team_between_two_steps(three: Team) -> None:
+    """During a loop of 400 steps of half a millisecond a thread asks ten times: it owns the team after the step under
+    way or the next, and later only if it lost its core between looking and asking."""
     player = threading.Thread(target=lambda: three.play(400, 500))
     player.start()
     while team_library().team_steps() < 5:
@@ -148,12 +148,12 @@ def test_whoever_waits_has_the_turn_between_two_steps(three: Team) -> None:
     assert team_library().team_steps() == 400
 
 
-def test_whoever_missed_an_offer_for_want_of_a_core_is_offered_the_turn_again(three: Team) -> None:
+def test_a_thread_that_missed_an_offer_for_want_of_a_core_is_offered_ownership_again(three: Team) -> None:
     assert within(DEADLINE_S, lambda: three.steps_after_a_missed_offer(2000)) < 1000
 
 
 def test_all_who_wait_have_the_turn_one_after_the_other(three: Team) -> None:
-    """Nobody's asking is forgotten because another was served; more passes only where somebody asked late."""
+    """No thread's request is forgotten because another thread was served; more passes only if a thread asked late."""
     assert sorted(within(DEADLINE_S, lambda: three.passes_for(5)) for _ in range(5))[2] <= 5
 
 

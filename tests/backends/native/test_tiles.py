@@ -47,7 +47,7 @@ HALVES |= {"MXFP4": []}
 
 @pytest.fixture(autouse=True, scope="module")
 def each_plane_alone() -> Iterator[None]:
-    """Planes on their own, so that a sanitizer sees whoever reads or writes past one."""
+    """Planes on their own, so that a sanitizer sees a read or write past one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles_module, "streamed", lambda n_bytes: torch.empty(n_bytes, dtype=torch.uint8).numpy())
         yield

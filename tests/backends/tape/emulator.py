@@ -2,9 +2,9 @@
 
 The machine itself (`machine_cpu.cpp`) is one library, which every program finds its names in.
 
-Whoever tests a part of the tape writes a source that includes its headers and ends in a KERNEL; `compiled` makes a
-library of it, and `Program.run` runs the whole grid in fibers, in an order that follows from a seed. Nothing here
-needs a GPU, and ctypes lets go of the interpreter while the grid runs, so that another thread can play the host.
+A test of a part of the tape writes a source that includes its headers and ends in a KERNEL; `compiled` makes a library
+of it, and `Program.run` runs the whole grid in fibers, in an order that follows from a seed. Nothing here needs a GPU,
+and ctypes lets go of the interpreter while the grid runs, so that another thread can play the host.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def words(*values: int | np.ndarray) -> ctypes.Array[ctypes.c_uint64]:
     """A kernel's struct of 8-byte words: an array as a pointer to it, an int as itself."""
     numbers = [value.ctypes.data if isinstance(value, np.ndarray) else value for value in values]
     made = (ctypes.c_uint64 * len(numbers))(*numbers)
-    made.arrays = values  # type: ignore[attr-defined]  # kept as long as somebody may follow the pointers
+    made.arrays = values  # type: ignore[attr-defined]  # kept while a kernel may follow the pointers
     return made
 
 
@@ -130,7 +130,7 @@ class Program:
     ) -> None:
         """Run the whole grid; `argument` is the kernel's struct, as `words`, a ctypes.Structure or bytes.
 
-        Raises DidNotEnd when nobody can go on, when `limit_s` has passed, or when the machine was misused.
+        Raises DidNotEnd when no thread can go on, when `limit_s` has passed, or when the machine was misused.
         """
         if isinstance(argument, bytes | bytearray):
             argument = (ctypes.c_char * len(argument)).from_buffer_copy(argument)

@@ -23,7 +23,7 @@ namespace emulator {
 enum { ENDED, DEADLOCK, TOO_LONG, MISUSED, RACED };  // how a run ends
 
 #define MAX_PENDING 96          // puts on their way
-#define IDLE_NS 20000000000LL  // nobody outside lets a grid wait for so long
+#define IDLE_NS 20000000000LL  // no thread outside lets a grid wait for so long
 #if defined(__x86_64__)
 #define GUARD_BYTES 4096
 #else
@@ -74,7 +74,7 @@ static void prepare_stack(Stack& stack, char* memory, int bytes, void (*entry)()
 }
 #endif
 
-// Memory that ends at a page nobody may touch; `low` puts that page before it, where a stack overflows.
+// Memory that ends at a page without access rights; `low` puts that page before it, where a stack overflows.
 struct Guarded {
     char* mapped = nullptr;
     size_t mapped_bytes = 0;
@@ -381,7 +381,7 @@ static inline void make_waiting(Emulator& e, int warp, u32 lanes) {
     }
 }
 
-// Everyone only polls: what they wait for is a put, a copy, or somebody outside, who may need this core.
+// Every warp only polls: it waits for a put, a copy, or a thread outside the emulator, which may need this core.
 static void let_others_work(Emulator& e) {
     e.idle = 0;
     if (e.n_pending + e.copies.size() > 0) {
@@ -410,14 +410,14 @@ UNCHECKED static int pick_warp(Emulator& e) {
         if (e.events % 4096 == 0) check_clock(e);
         if (e.runnable.empty()) {
             if (!e.copies.empty()) {
-                land(e);  // into a gate, which wakes nobody: but then it is a wait of somebody asleep
+                land(e);  // every copy lands before the run ends or a deadlock is reported
                 continue;
             }
             if (e.n_done == e.n_fibers) {
                 switch_stacks(&e.current->stack, &e.outside);
                 abort();
             }
-            end_run(e, DEADLOCK, "nobody can go on");
+            end_run(e, DEADLOCK, "no thread can go on");
         }
         const int picked = e.runnable[below(e, (u32)e.runnable.size())];
         Warp& w = e.warps[picked];
@@ -869,7 +869,7 @@ namespace emulator {
 // What a copy is ordered behind, by the time that its gate hears of it: its own writes too.
 static SharedClock asked_now(Emulator& e) { return e.races ? e.races->all_of(number_of(e, *e.current)) : SharedClock(); }
 
-// From here on whoever reads the bytes reads them too early, or too late.
+// From here on a read of the bytes is too early, or too late.
 static Part asked_for(void* shared_to, const void* from, int bytes, const Site& site) {
     const char* shared = now->blocks[now->current->block].shared.memory;
     if (bytes <= 0 || bytes % 16 != 0 || (u64)shared_to % 16 != 0 || (u64)from % 16 != 0) {

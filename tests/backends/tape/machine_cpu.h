@@ -2,9 +2,9 @@
 //
 // A fiber runs until it waits, polls or meets others; then a random one goes on, by a seed. Whatever the card may do
 // in any order is done in a random order here: copies land in pieces and late (and what they overwrite is rubbish from
-// the moment they are asked for), puts of a thread overtake each other, warps fall asleep. What nobody could go
-// on from is told with who waits where. Not emulated: plain stores are seen at once and in order, and there is no L1
-// that keeps old values.
+// the moment they are asked for), puts of a thread overtake each other, warps fall asleep. A deadlock is
+// reported with the place where each thread waits. Not emulated: plain stores are seen at once and in order, and there
+// is no L1 that keeps old values.
 //
 // Here are the names; `machine_cpu.cpp` is the machine, compiled once for all programs. Included by machine.h alone,
 // after the types that both machines have.

@@ -5,7 +5,7 @@
 // accesses is what PTX says: syncs of a warp, of compute warps and of a block, gates, and a release that is acquired.
 // Shuffles, votes and products of a warp order nothing, and neither do tags of hand-offs. Accesses to one place by two
 // threads race unless they are ordered, both read, or both are strong (relaxed loads and stores, atomic additions). Two
-// that write the same value are let pass: whoever is ordered behind both reads it.
+// that write the same value are let pass: a thread that is ordered behind both reads that value.
 //
 // Each place remembers its last write and its last few readers, so a race with an older reader may be missed; another
 // seed sees it. Accesses of single bytes are not watched.

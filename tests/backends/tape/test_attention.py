@@ -162,7 +162,7 @@ class Step:
 
 
 def made(case: Case) -> Step:
-    """Past keys and values random, whatever nobody may look at NaN. Each row has its own source of chance."""
+    """Past keys and values random, NaN wherever no row may read. Each row has its own source of chance."""
     layout = case.layout
     tables = tensor_tables(layout, torch.device("cpu"))
     g = torch.Generator().manual_seed(case.data)
@@ -251,7 +251,7 @@ def played(case: Case, step: Step, seed: int) -> Tensor:
     argument = stage.given(
         table=step.table.memory,
         words=sent,
-        # Two tags ago somebody else's values lay there.
+        # The hops still hold other values, of two tags ago.
         **{name: words(np.full(n, nan, dtype=np.float32), TAG - 2) for name, n in hops.items()},
         qk_norms=norms,
         frequencies=torch.zeros(4) if n_rotary is None else n_rotary,

@@ -109,7 +109,7 @@ def received(
     out = np.zeros((n_blocks, n_bytes), dtype=np.uint8)
     scales = np.zeros((n_blocks, 8), dtype=np.float32)
     n_words = 0 if hop is None else hop.size
-    # Words of an earlier tag lie there, with values that nobody may believe.
+    # Words of an earlier tag lie there, with values that no thread may use.
     stale = words(np.full(max(n_words, 2), np.nan, dtype=np.float32), TAG - 2)
     argument = given(
         table=torch.zeros(16) if table is None else table,

@@ -254,7 +254,7 @@ KERNEL(own_puts, Words, all, 32) {
 
 // --- waits ---
 
-KERNEL(nobody_comes, Words, all, THREADS) {
+KERNEL(nothing_arrives, Words, all, THREADS) {
     for (u64 i = 0; i < all.n; ++i) {
         for (BoundedWait w(all.state); load_relaxed(all.in) == 0 && w.keep_waiting();) {
         }
@@ -416,7 +416,7 @@ def test_a_deadlock_is_told_with_who_waits_where(program: Program) -> None:
         program.run("compute_warps_short", words(zeros(1), 0, 0, 0), n_blocks=2)
     text = str(told.value)
     line = 1 + SOURCE[: SOURCE.index("if (thread() != 3")].count("\n")
-    assert "deadlock: nobody can go on" in text
+    assert "deadlock: no thread can go on" in text
     for block in (0, 1):
         assert f"block {block}: waits at sync_compute_warps (primitives.cpp:{line}), 63 threads, the first is 0" in text
     assert "66 threads have ended" in text
@@ -463,7 +463,7 @@ def test_a_ring_of_gates_hands_over_every_byte(
 
 
 @pytest.mark.parametrize("kernel", STREAMS)
-def test_a_reader_that_waits_for_nobody_is_found_out(program: Program, kernel: str) -> None:
+def test_a_loader_that_does_not_wait_for_an_empty_stage_is_found_out(program: Program, kernel: str) -> None:
     def good(seed: int) -> bool:
         try:
             return streamed(program, kernel, 30, 2, hasty=True, seed=seed)
@@ -532,7 +532,7 @@ def test_what_the_card_would_not_do_is_told_with_its_line(program: Program, n: i
 
 
 def wrongs(program: Program, kernel: str, n: int, counters: slice, seed: int, n_blocks: int = 2) -> int:
-    """How much somebody found wrong, and counted."""
+    """How many errors the threads found and counted."""
     out = zeros(256)
     program.run(kernel, words(out, 0, n, 0), n_blocks=n_blocks, seed=seed)
     return int(out[counters].sum())
@@ -569,7 +569,7 @@ def test_a_release_after_a_sync_shows_what_all_have_put(program: Program) -> Non
 def test_a_wait_that_outlasts_its_deadline_ends_all_waits(program: Program) -> None:
     out, state = zeros(2 * THREADS), np.zeros(1, np.uint32)
     begun = time.monotonic()
-    program.run("nobody_comes", words(out, zeros(1), 50, state), n_blocks=2)
+    program.run("nothing_arrives", words(out, zeros(1), 50, state), n_blocks=2)
     assert 0.1 < time.monotonic() - begun < 2  # one deadline of a tenth of a second, not fifty
     assert out.all()
     assert state[0] == 1

@@ -92,7 +92,7 @@ class Compiled:
 
     def __init__(self, headers: dict[str, str]) -> None:
         told = "".join(f'extern "C" int told_{i}() {{ return (int)({name}); }}\n' for i, name in enumerate(self.NAMES))
-        # Without the kernel nobody calls the functions, and nothing but these numbers is compiled.
+        # Without the kernel the functions have no caller, and nothing but these numbers is compiled.
         quiet = '#pragma GCC diagnostic ignored "-Wunused-function"\n'
         source = tape_source().partition("KERNEL(")[0]
         self._library = compiled(f"{quiet}{source}{told}", "sizes.cpp", headers=headers).library
@@ -372,7 +372,7 @@ def test_the_plan_holds_everything_that_the_argument_points_at(
     laid = Laid(small(shape_of(family, hidden=256, ff_width=256), mix=mix))
     known = {buffer.address: buffer for buffer in laid.plan.buffers}
     argument = laid.step.argument
-    assert argument.clock is None  # nobody pays for marks that nobody asked for
+    assert argument.clock is None  # marks cost time, so `note_times` turns them on
     laid.step.note_times()
     places = {name: getattr(argument.view, name) for name, *_ in type(argument.view)._fields_}
     places |= {name: getattr(argument, name) for name, weight_type, *_ in Argument._fields_ if weight_type is c_void_p}

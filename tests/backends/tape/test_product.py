@@ -506,7 +506,7 @@ def test_the_loader_ends_wherever_the_compute_warps_do(stop_before: int, bulk: b
 
 @pytest.mark.parametrize("bulk", [True, False], ids=LOADERS)
 @pytest.mark.parametrize("abort_at", [0, 1])
-def test_once_all_leave_nobody_waits(abort_at: int, bulk: bool) -> None:
+def test_after_an_abort_no_thread_waits(abort_at: int, bulk: bool) -> None:
     shape = replace(SMALL, bulk=bulk)
     some, rows = model(shape, mixed(0), 0), rows_of(shape, 0)
     for seed in range(5):

@@ -1,9 +1,9 @@
 """The protocol of the tape as a model: blocks that hand each other tagged words, in any order of events.
 
-There is no barrier over the grid, and a hop has two buffers. So nobody may come back to a buffer while somebody has
-still to read it. What keeps a block from running ahead is the others' work that it waits for: each block has a tile of
-every gate_up, so that whoever has received all of `inside` knows that all blocks have come as far. (It has one of the
-head too, for its mark's sake; the words alone do not need it, as the model shows.) The model plays the
+There is no barrier over the grid, and a hop has two buffers. So no block may come back to a buffer while another
+block has still to read it. What keeps a block from running ahead is the others' work that it waits for: each block has
+a tile of every gate_up, so that a block that has received all of `inside` knows that all blocks have come as far. (It
+has one of the head too, for its mark's sake; the words alone do not need it, as the model shows.) The model plays the
 phases of tape.cu, word by word, with blocks of any speed and words that arrive late and in any order; a reader that
 finds a later tag than its own has lost a value for good, as it would wait for ever on the card.
 """
@@ -161,7 +161,7 @@ class Block:
 
 
 def play(shape: Shape, seed: int, n_steps: int = 3, slow: int | None = None) -> None:
-    """Play some steps in an order that follows from the seed; `slow` runs only where nobody else can. Raises Lost."""
+    """Play some steps in an order that follows from the seed; `slow` runs only if no other block can. Raises Lost."""
     chance = random.Random(seed)
     memory: dict[Place, int] = {}
     blocks = [
@@ -173,7 +173,7 @@ def play(shape: Shape, seed: int, n_steps: int = 3, slow: int | None = None) -> 
     while any(block.act or block.pending for block in blocks):
         able = [block for block in blocks if block.pending or can_go_on(block, memory)]
         if not able:
-            raise Lost("nobody can go on")
+            raise Lost("no block can go on")
         quick = [block for block in able if block.pace > 0] or able
         chosen = chance.choices(quick, [block.pace or 1.0 for block in quick])[0]
         if chosen.pending and (not can_go_on(chosen, memory) or chance.random() < 0.3):
@@ -205,7 +205,7 @@ def go_on(block: Block, chance: random.Random, memory: dict[Place, int]) -> None
         tag = block.act.tag
         place = chance.choice([place for place in block.unread if memory.get(place, 0) >= tag])
         if memory[place] != tag:
-            raise Lost(f"{place} has tag {memory[place]}, and somebody waits for {tag}")
+            raise Lost(f"{place} has tag {memory[place]}, and a block waits for {tag}")
         block.unread.remove(place)
         if not block.unread:
             block.begin_next()

@@ -182,7 +182,7 @@ class Card:
     tag: int = 77
 
     def run(self, *, n_blocks: int, seed: int = 0) -> tuple[list[bool], bool]:
-        """Which rows are told to be chosen, and whether somebody gave up waiting."""
+        """Which rows are told to be chosen, and whether a block gave up waiting."""
         shape, before = self.shape, (self.tag - 1) << 32
         head = np.array([0, -(-shape.vocab // 16), shape.first, 0], np.int32)
         summaries = np.full(shape.max_rows * shape.n_blocks * 8 + 1, before | 5, np.uint64)
@@ -193,7 +193,7 @@ class Card:
         argument = words(self.table.memory.numpy(), self.given, head, summaries, marks, room[0], room[1], state)
         shape.program.run("choosing", argument, n_blocks=n_blocks, shared_bytes=32 * 1024, seed=seed)
         told = [bool(mark == self.tag << 32) for mark in marks]
-        assert all(told[:n_blocks])  # what they wrote lies in memory, whoever draws
+        assert all(told[:n_blocks])  # what they wrote lies in memory, whichever block samples
         return told[shape.n_blocks :], bool(state[1])
 
 
@@ -368,7 +368,7 @@ def test_a_row_alone_has_the_bits_that_it_has_among_neighbours(shape: Shape) -> 
         assert by_tape(shape, logits[row : row + 1], MIXED[row : row + 1], seed=row).bits == together.row(row).bits
 
 
-def test_whoever_comes_late_to_a_choice_asks_no_slot_that_the_boundary_has_changed() -> None:
+def test_a_block_that_comes_late_to_a_choice_reads_no_slot_that_the_boundary_has_changed() -> None:
     shape, rows = replace(SMALL, n_compute_warps=8, source=CHANGING), [Setting()] * 3
     logits = torch.stack([noise(VOCAB, row, 2.0) for row in range(3)])
     for seed in range(160):

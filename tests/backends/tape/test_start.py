@@ -330,7 +330,7 @@ def test_an_error_of_the_driver_is_a_matter_of_hardware_with_a_way_out(card: Car
 
 
 def test_a_job_goes_behind_the_loop_on_its_own_stream(card: Card) -> None:
-    """It fills the card: beside it a job would wait for ever, and on another stream nobody knows when it is over."""
+    """It fills the card: beside it a job would wait for ever, and on another stream its end would not be known."""
     start = start_on(card)
     assert start.alone
     start.build()
@@ -342,7 +342,7 @@ def test_a_job_goes_behind_the_loop_on_its_own_stream(card: Card) -> None:
     start.close()
 
 
-def test_a_device_that_is_gone_is_told_and_nobody_waits_for_it(card: Card) -> None:
+def test_a_lost_device_is_reported_and_no_call_waits_for_it(card: Card) -> None:
     start = start_on(card)
     start.build()
     start.launch()

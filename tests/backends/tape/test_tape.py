@@ -58,7 +58,7 @@ def by_steps(driver: Driver, prompt: Sequence[int], most: int) -> tuple[list[int
     while driver.step():
         logits.append(driver.runner.plan.buffer("logits").tensor[0].clone())
     logits.append(driver.runner.plan.buffer("logits").tensor[0].clone())
-    return driver.tokens(generation), torch.stack(logits[1:])  # in the first step was nobody
+    return driver.tokens(generation), torch.stack(logits[1:])  # the first step has no live sequence
 
 
 def check_near_torch(model: Model, *, most: int = 12, tolerance: float = TOLERANCE, **how: Any) -> None:
@@ -193,7 +193,7 @@ def test_the_number_of_slots_that_a_kernel_is_compiled_for_changes_no_bit() -> N
 # --- manners: those of every loop ---
 
 
-def test_it_ends_when_nobody_lives_after_one_launch() -> None:
+def test_it_ends_when_no_sequence_is_live_after_one_launch() -> None:
     with closing(tape_driver(small(LLAMA))) as driver:
         driver.admit(0, [1, 2], most=9)
         driver.run()
@@ -293,12 +293,12 @@ def test_a_plan_that_drifted_is_fatal_and_nothing_of_the_step_is_told() -> None:
         assert driver.tokens(generation) == []
 
 
-def test_a_block_that_waits_in_vain_ends_the_loop_with_a_fault_and_nobody_hangs() -> None:
+def test_a_block_that_waits_in_vain_ends_the_loop_with_a_fault_and_no_block_hangs() -> None:
     with closing(tape_driver(small(LLAMA), deadline_ns=200_000_000)) as driver:
         generation = driver.admit(0, [1, 2, 3], most=5)
         step = driver.runner.step  # type: ignore[attr-defined]
         assert isinstance(step, TapeStep)
-        # The reader is told of fewer tiles than there are: somebody's values will never come.
+        # The segment lists fewer tiles than there are, so some values never arrive.
         step.buffers["segments"][4, 1] -= 3
         with pytest.raises(EngineDead, match="stuck"):
             driver.run()
@@ -306,7 +306,7 @@ def test_a_block_that_waits_in_vain_ends_the_loop_with_a_fault_and_nobody_hangs(
         assert len(driver.tokens(generation)) <= 1
 
 
-# The step boundary alone, of a step whose marks somebody has laid out.
+# The step boundary alone, of a step whose marks the test has laid out.
 BORDER = (
     tape_source().partition("KERNEL(")[0]
     + r"""

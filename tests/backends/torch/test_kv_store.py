@@ -44,7 +44,7 @@ def test_rows_come_back_as_they_went_in_to_the_precision_of_their_type(
     for place, cell in enumerate([6, 1, 4]):
         back = keys.read(0, slice(cell, cell + 1), torch.float32)[0]
         assert float((back - rows[place]).abs().max()) <= tolerance * float(rows.abs().max())
-    assert float(keys.read(0, slice(0, 1), torch.float32).abs().max()) == 0  # what nobody wrote is a number
+    assert float(keys.read(0, slice(0, 1), torch.float32).abs().max()) == 0  # an unwritten cell holds zeros
 
 
 @pytest.mark.parametrize("kv_type", TYPES)

@@ -1,4 +1,4 @@
-"""The CPU as a device: whoever waits on the main thread does its turns, and a key pressed meanwhile loses nothing."""
+"""The CPU as a device: a main thread that waits runs its turns, and a key pressed meanwhile loses nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_turns_are_done_by_who_helps_on_the_main_thread_while_they_are_lent(devi
     assert not device.help(), "there is nothing left to do"
 
 
-def test_turns_that_nobody_helps_with_are_done_all_the_same(device: CpuDevice) -> None:
+def test_turns_run_on_the_devices_own_thread_if_no_waiting_thread_helps(device: CpuDevice) -> None:
     who: list[threading.Thread] = []
     device.lend(0.01)
     device.submit(lambda: who.append(threading.current_thread())).result(DEADLINE_S)

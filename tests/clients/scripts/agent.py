@@ -1,4 +1,4 @@
-"""For the scripts of coding agents: a folder of work, the documented settings, a run that reaches nobody else.
+"""For the scripts of coding agents: a folder of work, the documented settings, a run that reaches no other server.
 
 It imports nothing of Ostinato. The settings are the ones that docs/clients.md shows, with the address and the model of
 this server put in.

@@ -113,7 +113,7 @@ class RecordingExecutor(UbatchExecutor):
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Every byte that a memory keeps: bookkeeping, and tensors, cells that nobody owns included."""
+    """Every byte that a memory keeps: bookkeeping, and tensors, cells that no sequence owns included."""
 
     integers: tuple[object, ...]
     tensors: tuple[bytes, ...]

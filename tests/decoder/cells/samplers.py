@@ -1,4 +1,4 @@
-"""Samplers of the simplest kinds, for whoever routes rows to one."""
+"""Samplers of the simplest kinds, for tests that route rows to one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GreedySampler:
 
 @dataclass(frozen=True, slots=True)
 class TopKSampler:
-    """The k largest logits and their ids, for somebody else to choose from. Keeps no state."""
+    """The k largest logits and their ids, for the caller to choose from. Keeps no state."""
 
     k: int
 

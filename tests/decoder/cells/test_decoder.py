@@ -63,7 +63,7 @@ def test_a_batch_without_room_leaves_the_rows_of_the_last_one_in_batch_order() -
     decoder = small_decoder("kv-streams", cells=8)
     tokens = {0: text(3), 1: text(3, 1)}
     decoder.decode(batch_of(tokens, in_turns=True))
-    assert decoder.outputs.swaps, "the rows are not in batch order yet, and nobody has read them"
+    assert decoder.outputs.swaps, "the rows are not in batch order yet, and no call has read them"
     with pytest.raises(NoSlot):
         decoder.decode(batch_of({0: text(6)}))
     for index in range(6):
@@ -246,7 +246,7 @@ def test_an_abort_stops_the_run_within_a_layer(kind: Kind) -> None:
 
         with patch.object(faults, "watch", watch), pytest.raises(Aborted):
             decoder.decode(batch_of({0: [1]}), abort=signal)
-        assert asked == [False] * n + [True], "nobody asks again after the signal"
+        assert asked == [False] * n + [True], "no layer asks again after the signal"
         assert not late
         assert decoder.memory.pos_max(0) == 1
 

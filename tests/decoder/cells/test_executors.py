@@ -150,7 +150,7 @@ def test_results_are_extracted_in_order() -> None:  # CX-6
     assert order == ["write_logits", "write_embeddings", "write_sampled"]
 
 
-def test_raw_logits_stay_where_they_are_when_nobody_wants_them() -> None:  # CX-6, SR-7
+def test_raw_logits_stay_where_they_are_when_no_output_needs_them() -> None:  # CX-6, SR-7
     order: list[str] = []
     extract = extractor(1, sampled=(0,), order=order)
     extract.extract(ubatch_of([[0]]), computed(1), first_row=0, expected=1)

@@ -89,7 +89,7 @@ def test_a_reservation_forgets_ids_count_and_swaps() -> None:  # OUT-5, OUT-13
     assert outputs.ids == (None,) * N_BATCH
 
 
-def test_old_rows_are_garbage_that_nobody_can_read() -> None:  # OUT-4, OUT-17
+def test_old_rows_are_garbage_that_no_call_can_read() -> None:  # OUT-4, OUT-17
     outputs = outputs_with([0])
     outputs.write_logits(0, numbered([3], N_VOCAB))
     outputs.publish([0], 1)

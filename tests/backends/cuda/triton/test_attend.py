@@ -68,7 +68,7 @@ class Step:
 
 
 def made(case: Case) -> Step:
-    """The case's tensors: past keys and values random, everything that nobody may look at NaN."""
+    """The case's tensors: past keys and values random, everything that no row may read NaN."""
     g = torch.Generator().manual_seed(case.seed)
     n = len(case.positions)
     n_slots = case.n_slots or n + 2
@@ -172,7 +172,7 @@ def assert_like_the_twin(case: Case, chip: Chip = TUNED) -> None:
         for part in (store.keys, store.values, store.key_scales, store.value_scales):
             if part is not None:
                 part[own] = 0
-    assert same_store(kv, twin_kv), "a cell of somebody else was written"
+    assert same_store(kv, twin_kv), "a cell that belongs to no row of the step was written"
 
 
 def reference(step: Step, row: int) -> np.ndarray:
@@ -332,8 +332,8 @@ def test_the_largest_score_last_is_not_lost() -> None:
 @pytest.mark.parametrize(
     "store", [pytest.param("f32", marks=pytest.mark.slow), "bf16", pytest.param("q8_0", marks=pytest.mark.slow)]
 )
-def test_a_rows_bits_do_not_depend_on_anybody_else(store: str) -> None:
-    """E-49. The same sequence alone and in company, in other slots, pages, rows, page tables and program counts."""
+def test_a_rows_bits_do_not_depend_on_other_sequences(store: str) -> None:
+    """E-49. The same sequence alone and beside others, in other slots, pages, rows, page tables and program counts."""
     case = Case((130,), n_heads=4, n_kv_heads=2, width=32, store=store)
     alone = made(replace(case, n_slots=1))
     expected, expected_kv = run(alone, programs=1)
@@ -368,7 +368,7 @@ def test_no_live_row_means_no_work() -> None:
 @pytest.mark.parametrize("pairing", ["halves", "neighbours"])
 @pytest.mark.parametrize("position", [0, 1, 7, 4095, 100_000, 1_048_575])
 def test_keys_turn_right_to_six_digits_at_every_position(position: int, pairing: Pairing) -> None:
-    """E-43. Seen in what is appended; with a window of one the row reads nobody, and all its pages can be the same."""
+    """E-43. Seen in what is appended; with a window of one the row reads no past, so all its pages can be the same."""
     step = made(Case((0,), n_heads=1, width=128, window=1, n_slots=1, pairing=pairing))
     rows = replace(step.rows, pages=torch.zeros(1, position // 64 + 1, dtype=torch.int32))
     rows.position.fill_(position)

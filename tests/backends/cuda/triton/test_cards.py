@@ -1,4 +1,4 @@
-"""Every kernel of the default plans, compiled for cards that nobody has here: it fits what their blocks have.
+"""Every kernel of the default plans, compiled for cards that are not in this machine: it fits what their blocks have.
 
 Compiled in a process of its own, since this one interprets. The full product, for every family, weight type and chip,
 is `python -m bench.cards`, which `make soak` runs.

@@ -67,7 +67,7 @@ def heads_of(
 
 
 def store_of(store: str, width: int, n_pages: int, page_tokens: int = 64) -> tuple[PagedKV, Tensor]:
-    """A store where nobody wrote yet, NaN everywhere, and a sequence's pages in it."""
+    """A store without any write yet, NaN everywhere, and a sequence's pages in it."""
     pages = torch.randperm(n_pages + 3, generator=torch.Generator().manual_seed(1))[:n_pages].int()
     kv = poisoned(
         (n_pages + 3) * page_tokens, Case((0,), n_kv_heads=1, width=width, store=store, page_tokens=page_tokens)
@@ -80,7 +80,7 @@ def chunk_of(start: int, n: int, pages: Tensor, rows: int) -> Chunk:
 
 
 def chunk_of_parts(starts: list[int], counts: list[int], pages: Tensor, rows: int) -> Chunk:
-    """Parts of so many rows from these positions on; what is beyond the live rows is nobody's."""
+    """Parts of so many rows from these positions on; rows beyond the live ones belong to no part."""
     placed = chunk_tables(starts, counts)
 
     def padded(numbers: NDArray[np.int32]) -> Tensor:
@@ -210,7 +210,7 @@ def test_windows_caps_and_sinks_equal_float64(window: int | None, sink: float | 
     kv, pages = store_of("f32", 16, 3)
     g = torch.Generator().manual_seed(4)
     k, v, q = torch.randn(3, 150, 1, 16, generator=g)
-    first = 0 if window is None else 90 - window + 1  # what nobody sees stays NaN
+    first = 0 if window is None else 90 - window + 1  # what no row sees stays NaN
     kv.append(kv.cells(pages, torch.arange(first, 150)), k[first:], v[first:])
     seen = torch.empty(64, 16)
     bind_chunk_attention(q[90:].contiguous(), seen, kv, chunk_of(90, 60, pages, 60), heads)()

@@ -1,7 +1,7 @@
 """Recurrent memory: the states that runs really leave behind, against each sequence's own history of tokens.
 
 A state is stood for by the tuple of all tokens that went into it. `Store` does to its rows what a run is told to do,
-so a wrong source, plane or move shows as a sequence with somebody else's history.
+so a wrong source, plane or move shows as a sequence with another sequence's history.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ PREFIX = struct.Struct("<8sHHIQQ")
 
 
 def resigned(data: bytes) -> bytes:
-    """The state with a digest that is right: the work of somebody who means it."""
+    """The state with a right digest, as in a deliberate forgery."""
     return data[:-32] + hashlib.sha256(data[:-32]).digest()
 
 
@@ -108,7 +108,7 @@ def test_a_state_cut_off_anywhere_is_refused(whole: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_flipped_byte_with_a_right_digest_is_refused_or_harmless(whole: bool) -> None:
-    """Whoever makes a state up can sign it too: what is loaded must still be a memory."""
+    """A forged state can have a right digest too: what is loaded must still be a memory."""
     data = save(small(), note={"n": 1}) if whole else save(small(), 0, note={"n": 1})
     target = small()
     for at in range(len(data) - 32):

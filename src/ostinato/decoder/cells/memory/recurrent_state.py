@@ -13,7 +13,7 @@ from ostinato.cache.state_run import Move, StateRun, StateSource
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.errors import InternalError
 
-NOBODY: frozenset[int] = frozenset()
+NO_SEQUENCES: frozenset[int] = frozenset()
 
 
 class NoCell(Exception):
@@ -37,7 +37,7 @@ class State:
 
     @staticmethod
     def empty(size: int) -> State:
-        return State([None] * size, [NOBODY] * size, [None] * size, [None] * size, [0] * size, [0] * size)
+        return State([None] * size, [NO_SEQUENCES] * size, [None] * size, [None] * size, [0] * size, [0] * size)
 
     def copy(self) -> State:
         """An independent copy."""
