@@ -148,7 +148,7 @@ KERNEL_TESTS: dict[str, Callable[[], None]] = {
     "add_norm_kernel": partial(test_add_norm.test_it_equals_the_twin_and_leaves_dead_rows_alone, 16),
     "attend_kernel": partial(test_attend.test_every_store_grouping_and_width_equals_the_twin, "f32", 1, 64),
     "append_chunk_kernel": partial(
-        test_chunk_attention.test_appending_equals_the_twin_and_touches_nobody_else, "f32", torch.float32
+        test_chunk_attention.test_appending_equals_the_twin_and_writes_no_other_cell, "f32", torch.float32
     ),
     "chunk_attention_kernel": partial(test_chunk_attention.test_windows_caps_and_sinks_equal_float64, None, None),
     "embed_kernel": partial(test_embed.test_it_equals_the_twin_and_leaves_dead_rows_alone, torch.float32, None),

@@ -132,7 +132,7 @@ def test_normed_values_are_appended_and_those_of_another_layer_stay(reads_kv: bo
 
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_appending_equals_the_twin_and_touches_nobody_else(store: str, dtype: torch.dtype) -> None:
+def test_appending_equals_the_twin_and_writes_no_other_cell(store: str, dtype: torch.dtype) -> None:
     heads = heads_of(3, 96, normed=True, n_rotary=64, pairing="neighbours")
     kv, pages = store_of(store, 96, 5, page_tokens=16)
     chunk = chunk_of(13, 22, pages, 48)
