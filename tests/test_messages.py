@@ -63,6 +63,6 @@ def test_no_help_cites_a_rule() -> None:
 def test_no_sentence_or_name_hides_its_subject() -> None:
     below = (path for place in (*CODE, *DOCS) for path in [ROOT / place, *(ROOT / place).rglob("*")])
     files = {path.relative_to(ROOT).as_posix(): path for path in below if path.suffix in SUFFIXES}
-    texts = {name: path.read_text("utf-8") for name, path in files.items() if not name.startswith("docs/lab/")}
-    assert len(texts) > 900
-    assert {name for name, text in texts.items() if HIDING.search(text)} == NAMING
+    sources = {name: path.read_text("utf-8") for name, path in files.items() if not name.startswith("docs/lab/")}
+    assert len(sources) > 900
+    assert {name for name, text in sources.items() if HIDING.search(text)} == NAMING
