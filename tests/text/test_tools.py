@@ -491,6 +491,22 @@ def test_earlier_calls_and_results_reach_the_prompt_in_every_style(name: str) ->
     assert "blue" in prompt or "[TOOL_RESULTS]" in prompt
 
 
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}], ids=str)
+def test_a_call_without_text_beside_it_reaches_a_template_that_joins_the_two(content: dict[str, Any]) -> None:
+    joined = QWEN.replace("<|im_start|>assistant\n{%- for", "{{ '<|im_start|>assistant' + message.content }}{%- for")
+    assert joined != QWEN
+    called = {"role": "assistant", "tool_calls": TALK[1]["tool_calls"], **content}
+    assert rendered(joined, [TALK[0], called, *TALK[2:]], TOOLS) == rendered(QWEN, TALK, TOOLS)
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}], ids=str)
+def test_deepseeks_templates_are_given_calls_as_they_take_them(content: dict[str, Any]) -> None:
+    joined = SEPARATED.replace("if message.tool_calls", "if message.content is none").replace("| tojson", "+ ''")
+    assert format_of(joined).name == "deepseek"
+    called = {"role": "assistant", "tool_calls": TALK[1]["tool_calls"], **content}
+    assert rendered(joined, [TALK[0], called, *TALK[2:]], TOOLS) == rendered(SEPARATED, TALK, TOOLS)
+
+
 def test_ids_that_a_template_refuses_are_changed_alike_in_calls_and_results() -> None:
     prompt = rendered(MISTRAL, TALK, TOOLS)
     called = re.findall(r"\}([A-Za-z0-9]{9})", prompt)

@@ -25,7 +25,7 @@ from ostinato.text.bare_calls import END, SPACE, BareForm, begin_rules
 from ostinato.text.block_calls import GEMMA_MARKERS, PYTHON_MARKERS, BlockCalls, BlockForm
 from ostinato.text.call_parser import JsonCalls
 from ostinato.text.grammar import compact, literal, with_control_tokens
-from ostinato.text.literals import GEMMA_QUOTE
+from ostinato.text.literals import GEMMA_QUOTE, as_json
 from ostinato.text.program import Unfollowable
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tokenizer import Tokenizer
@@ -176,6 +176,7 @@ class ToolFormat:
     system: bool = True  # whether the template takes a system message,
     lists_tools: bool = True  # writes definitions of tools,
     writes_calls: bool = True  # and calls made before
+    joins_arguments: bool = False  # whether it joins their arguments to other text, and so takes JSON text
     other_control: tuple[int, ...] = ()  # ids of control tokens that are no markers and end no answer
 
     @staticmethod
@@ -188,7 +189,10 @@ class ToolFormat:
         no_system = bool(re.search(r"[Ss]ystem role not supported", source))
         lists_tools = name not in ("phi", "plain") and _LISTS_TOOLS.search(source) is not None
         other = tuple(sorted(tokenizer.hidden - tokenizer.eog_ids - set(special.values())))
-        return ToolFormat(name, markers, special, not no_system, lists_tools, "tool_calls" in source, other)
+        writes_calls, joins_arguments = "tool_calls" in source, _JOINS_ARGUMENTS.search(source) is not None
+        return ToolFormat(
+            name, markers, special, not no_system, lists_tools, writes_calls, joins_arguments, other_control=other
+        )
 
     # Into the prompt
 
@@ -215,6 +219,9 @@ class ToolFormat:
                 return thoughts if self.writes_calls else [_in_python(message) for message in thoughts]
             case "granite":
                 return [_in_json_list(message) for message in asked]
+            case "deepseek" | "deepseek-fenced":
+                called = [_with_null_content(message) for message in asked]
+                return [_with_text_arguments(message) for message in called] if self.joins_arguments else called
             case "plain":
                 plain = [_in_plain_text(message) for message in asked]
                 return _with_preface(plain, self._preface(tools), system=self.system) if tools else plain
@@ -410,6 +417,7 @@ _NAMED: Final = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 _DEEPSEEK: Final = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"))
 _FENCE: Final = "```"
 _LISTS_TOOLS: Final = re.compile(r"\btools\b")
+_JOINS_ARGUMENTS: Final = re.compile(r"""\barguments(['"]\])? *\+""")
 _NAME_PATTERN: Final = r"([\w.-]{1,256})"
 _MISTRAL_NAME: Final = rf"{_NAME_PATTERN}(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?"
 _DEEPSEEK_NAME: Final = rf"(?:function{_DEEPSEEK[2]})?{_NAME_PATTERN}(?:{_DEEPSEEK[2]})?(?:\s*```(?:json)?)?"
@@ -507,11 +515,14 @@ def _format_of(source: str) -> FormatName:
 
 
 def _with_objects(message: Mapping[str, Any]) -> TemplateMessage:
-    """Arguments of earlier calls as objects: templates write them as JSON themselves."""
+    """Arguments of earlier calls as objects, which templates write as JSON themselves, and text beside the calls, which
+    may be empty: many templates join it to other text."""
     calls = message.get("tool_calls")
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         return dict(message)
-    return {**message, "tool_calls": [_with_object(call) for call in calls if isinstance(call, Mapping)]}
+    objects = [_with_object(call) for call in calls if isinstance(call, Mapping)]
+    content = {"content": message.get("content") or ""} if objects else {}
+    return {**message, **content, "tool_calls": objects}
 
 
 def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -523,6 +534,24 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     except ValueError:
         return dict(call)
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _with_null_content(message: TemplateMessage) -> TemplateMessage:
+    """DeepSeek's templates write calls without text beside them only where the content is null."""
+    return {**message, "content": message.get("content") or None} if message.get("tool_calls") else message
+
+
+def _with_text_arguments(message: TemplateMessage) -> TemplateMessage:
+    """Arguments as JSON text again, for a template that joins them to other text."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_with_text(call) for call in calls]} if calls else message
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
+        return dict(call)
+    return {**call, "function": {**function, "arguments": as_json(function.get("arguments", {}))}}
 
 
 def _one_call_each(message: TemplateMessage) -> list[TemplateMessage]:
