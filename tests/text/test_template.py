@@ -164,6 +164,25 @@ def test_typed_parts_reach_a_template_that_shows_them_and_are_joined_for_one_tha
     assert render("{{ messages[0]['content'] | trim }}", parts) == "a\nb"
 
 
+@pytest.mark.parametrize("role", ["system", "assistant", "tool"])
+def test_parts_are_joined_for_a_role_whose_parts_a_template_prints_as_they_are(role: str) -> None:
+    source = PARTS.replace("message.content is string", f"message.content is string or message.role == '{role}'")
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    call = {"role": "assistant", "content": "c", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    places: dict[str, list[dict[str, Any]]] = {"system": [], "assistant": [USER], "tool": [USER, call]}
+    before = places[role]
+    text = render(source, [*before, {"role": role, "content": parts}, {"role": "user", "content": parts}])
+    assert text.endswith(f"<{role}>a\nb<user>a;b;")
+    quoted = source.replace("{{ message.content }}", "{{ message.content | tojson | tojson }}")
+    assert "a\\\\nb" in render(quoted, [*before, {"role": role, "content": parts}])
+
+
+def test_parts_are_joined_where_a_template_renders_only_with_tools() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    source = "{% for tool in tools %}{{ tool.function.name }} {% endfor %}{{ 'says ' + messages[0].content }}"
+    assert render(source, parts, tools=[WEATHER]) == "weather says a"
+
+
 def test_parts_are_joined_even_where_the_template_speaks_of_text_itself() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     assert render('{"text": "{{ messages[0].content }}"}', parts) == '{"text": "a"}'

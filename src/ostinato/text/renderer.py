@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,12 +25,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 PROBE = "7f3a9c51"  # a text that occurs in no template
+PRINTED = re.compile(PROBE + r"""\\*['"]\}""")  # as the text of a part that was printed as it is
 MAX_MESSAGE = 2_000  # characters of a template's own error message
 FILE_NAME = "<template>"  # what jinja2 calls a template made from a string
 ROLES = ("system", "user", "assistant", "tool")
 # Phi's results of tools; its template prints this role as it does every other.
 PHI_RESULT = "tool_response"
 _CALL = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": {}}}
+_RESULT_OF = {"name": "look", "tool_call_id": "call12345"}
 _USER: dict[str, Any] = {"role": "user", "content": "hi"}
 _REPLY: dict[str, Any] = {"role": "assistant", "content": "hello"}
 _CALLING: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
@@ -98,7 +101,7 @@ class Template:
         self._source = source
         self._fixed = fixed
         self._max_characters = max_characters
-        self._shows: dict[bool, bool] = {}
+        self._shows: dict[tuple[str, bool, bool], bool] = {}
         self._why_not: dict[tuple[str, bool], str | None] = {}
         self._later: dict[bool, bool] = {}
 
@@ -108,10 +111,10 @@ class Template:
 
     def render(self, variables: Mapping[str, Any]) -> str:
         self._check_roles(variables)
-        given = variables["messages"]
-        if any(message["role"] == "system" for message in given[1:]) and not self._shows_later(variables.get("tools")):
+        given, tools = variables["messages"], variables.get("tools")
+        if any(message["role"] == "system" for message in given[1:]) and not self._shows_later(tools):
             given = with_first_system_only(given)
-        messages = [self._in_a_form_it_shows(message) for message in given]
+        messages = [self._in_a_form_it_shows(message, tools) for message in given]
         return self._render({**variables, "messages": messages})
 
     def _render(self, variables: Mapping[str, Any]) -> str:
@@ -124,25 +127,41 @@ class Template:
             pieces.append(piece)
         return "".join(pieces)
 
-    def _in_a_form_it_shows(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Content as given where the template shows that form; else as the other form, where it shows that one."""
+    def _in_a_form_it_shows(self, message: dict[str, Any], tools: Any) -> dict[str, Any]:
+        """Content as given where the template shows that form; else as the other form, where it shows that one. If it
+        shows neither for this role, what it shows for users counts."""
         content = message.get("content")
         if not isinstance(content, (str, list)):
             return message
         parts = isinstance(content, list)
-        if self._can_show(parts) or not self._can_show(not parts):
-            return message
-        return {**message, "content": other_form(content)}
+        for role in (message["role"], "user"):
+            if self._can_show(role, parts, tools):
+                return message
+            if self._can_show(role, not parts, tools):
+                return {**message, "content": other_form(content)}
+        return message
 
-    def _can_show(self, parts: bool) -> bool:
-        """Whether a user's words given in this form come out as words, found out by trying once."""
-        if parts not in self._shows:
+    def _can_show(self, role: str, parts: bool, tools: Any) -> bool:
+        """Whether words of this role given in this form come out as words, found out by trying once."""
+        key = role, parts, bool(tools)
+        if key not in self._shows:
             content = [{"type": "text", "text": PROBE}] if parts else PROBE
-            text = self._tried([{"role": "user", "content": content}])[0]
+            text = self._tried(self._place_of({"role": role, "content": content}, tools), tools)[0]
             # A list that was merely printed shows its brackets too.
-            printed = parts and (f"{PROBE}'}}" in text or f'{PROBE}"}}' in text)
-            self._shows[parts] = PROBE in text and not printed
-        return self._shows[parts]
+            self._shows[key] = PROBE in text and not (parts and PRINTED.search(text))
+        return self._shows[key]
+
+    def _place_of(self, message: dict[str, Any], tools: Any) -> list[dict[str, Any]]:
+        """A conversation in which a message of this role may stand."""
+        role = message["role"]
+        if role == "user":
+            return [message]
+        user = self._in_a_form_it_shows(_USER, tools)
+        if role == "system":
+            return [message, user]
+        if role == "tool":
+            return [user, self._in_a_form_it_shows(_CALLING, tools), {**message, **_RESULT_OF}]
+        return [user, message]
 
     def _tried(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[str, str]:
         """The rendered text of a conversation of ours, or why there is none."""
@@ -175,7 +194,7 @@ class Template:
         key = bool(tools)
         if key not in self._later:
             system, probe = {"role": "system", "content": "hi"}, {"role": "system", "content": PROBE}
-            tried = [self._in_a_form_it_shows(message) for message in (system, _USER, probe)]
+            tried = [self._in_a_form_it_shows(message, tools) for message in (system, _USER, probe)]
             self._later[key] = PROBE in self._tried(tried, tools)[0]
         return self._later[key]
 
@@ -188,7 +207,7 @@ class Template:
         key = role, bool(tools)
         if key not in self._why_not:
             why = "whose content is left out"
-            for messages in self._conversations(role):
+            for messages in self._conversations(role, tools):
                 text, error = self._tried(messages, tools)
                 if PROBE in text:
                     self._why_not[key] = None
@@ -197,12 +216,12 @@ class Template:
             self._why_not[key] = why
         return self._why_not[key]
 
-    def _conversations(self, role: str) -> Iterator[list[dict[str, Any]]]:
+    def _conversations(self, role: str, tools: Any) -> Iterator[list[dict[str, Any]]]:
         """Places where a message of this role may stand; many templates want users and assistants in turn."""
-        probe = self._in_a_form_it_shows({"role": role, "content": PROBE})
+        others = ({"role": role, "content": PROBE}, _USER, _REPLY, _CALLING)
+        probe, user, reply, calling = (self._in_a_form_it_shows(message, tools) for message in others)
         if role not in ROLES[:3]:
-            probe |= {"name": "look", "tool_call_id": _CALL["id"]}
-        user, reply, calling = map(self._in_a_form_it_shows, (_USER, _REPLY, _CALLING))
+            probe |= _RESULT_OF
         yield [probe]
         yield [probe, user]
         if role != "system":  # it stands first; further on, some templates print what they refuse there
