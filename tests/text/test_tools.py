@@ -524,6 +524,14 @@ def test_a_template_without_a_system_message_is_told_in_the_first_turn() -> None
     assert "Be brief." in rendered(CHATML, parts, TOOLS)
 
 
+def test_results_and_what_the_user_says_to_them_are_one_turn_where_they_are_text() -> None:
+    prompt = rendered(TURNS, [*TALK, {"role": "user", "content": "So?"}], TOOLS)
+    results = "Result of the function call: blue\n\nResult of the function call: noon\n\nSo?"
+    assert f"<start_of_turn>user\n{results}<end_of_turn>" in prompt
+    later = rendered(TURNS, [*TALK, {"role": "assistant", "content": "Blue."}, TALK[0]], TOOLS)
+    assert later.count("<start_of_turn>user") == 3
+
+
 def test_arguments_that_are_no_json_are_left_as_they_are() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{oops"}}
     (message,) = format_of(QWEN).prompt_messages([{"role": "assistant", "tool_calls": [call]}], TOOLS)

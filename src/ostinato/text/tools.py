@@ -223,7 +223,7 @@ class ToolFormat:
                 called = [_with_null_content(message) for message in asked]
                 return [_with_text_arguments(message) for message in called] if self.joins_arguments else called
             case "plain":
-                plain = [_in_plain_text(message) for message in asked]
+                plain = _in_plain_texts(asked)
                 return _with_preface(plain, self._preface(tools), system=self.system) if tools else plain
         return asked
 
@@ -645,6 +645,22 @@ def _in_json_list(message: TemplateMessage) -> TemplateMessage:
         return message
     texts = json.dumps([_named(call, "arguments") for call in calls], ensure_ascii=False)
     return {"role": "assistant", "content": f"{_as_text(message.get('content'))}<|tool_call|>{texts}"}
+
+
+def _in_plain_texts(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    """Calls and results as text. A result and what the user says next to it are one message: many templates want the
+    user and the assistant in turn."""
+    changed: list[TemplateMessage] = []
+    after_result = False
+    for message in messages:
+        plain, is_result = _in_plain_text(message), message.get("role") == "tool"
+        if after_result and plain.get("role") == "user":
+            texts = (_as_text(one.get("content")) for one in (changed[-1], plain))
+            changed[-1] = {"role": "user", "content": "\n\n".join(texts)}
+        else:
+            changed.append(plain)
+            after_result = is_result
+    return changed
 
 
 def _in_plain_text(message: TemplateMessage) -> TemplateMessage:
