@@ -32,6 +32,7 @@ class BlockCalls:
         self._buffer = ""
         self._index = -1
         self._after_call = False
+        self._stray = ""  # what may close a block behind a call that stood alone: some models leave out its opening
 
     def feed(self, text: str) -> list[Delta]:
         self._buffer += text
@@ -47,6 +48,9 @@ class BlockCalls:
         while self._buffer:
             if self._after_call:  # blanks between calls mean nothing
                 self._buffer = self._buffer.lstrip()
+                if not last and self._stray.startswith(self._buffer) and self._buffer != self._stray:
+                    return deltas
+                self._buffer, self._stray = self._buffer.removeprefix(self._stray).lstrip(), ""
             at, opener = min(((self._buffer.find(o), o) for o in self._blocks if o in self._buffer), default=(-1, ""))
             if at < 0:
                 keep = 0 if last else open_end(self._buffer, tuple(self._blocks))
@@ -65,6 +69,8 @@ class BlockCalls:
                 deltas += self._say(self._buffer[:end])
                 continue
             self._buffer, self._after_call = self._buffer[end:], True
+            outer = next(iter(self._blocks))
+            self._stray = "" if opener == outer else self._blocks[outer]
             deltas += [self._call(name, arguments) for name, arguments in calls]
         return deltas
 
