@@ -142,7 +142,8 @@ def _named_calls(objects: list[Any]) -> Calls | None:
         name = one.get("name") if isinstance(one, dict) else None
         if not isinstance(name, str):
             return None
-        calls.append((name, one.get("arguments", {})))
+        arguments = one.get("arguments")
+        calls.append((name, {} if arguments is None else arguments))
     return calls or None
 
 

@@ -85,6 +85,9 @@ class CallObject:
             self._depth += 1
             self._base, self._place = self._depth, "key"
             return
+        if self._depth == self._base and self._token[:1] in (["{"], ["["]):  # behind a value that has ended
+            self.broken = not character.isspace()
+            return
         self._token.append(character)
         self._in_string = character == '"'
         self._depth += (character in "{[") - (character in "}]")
@@ -95,7 +98,7 @@ class CallObject:
         value = self._loaded()
         if self._key in ("name", "tool_name", "function") and isinstance(value, str):
             self.name = value
-        if self._key in _ARGUMENTS:
+        if self._key in _ARGUMENTS and value is not None:  # null is none
             self._arguments = list(value if isinstance(value, str) else "".join(self._token).rstrip())
         self._token = []
         self._place = "key" if character == "," else "next"
@@ -274,8 +277,13 @@ class JsonCalls:
             arguments.append(call.take(character))
             foreign = call.name is not None and not self._marked and call.name not in self._known
             if call.broken or foreign:
-                self._buffer = self._buffer[at + 1 :]
-                return [*deltas, *self._call_deltas(arguments), *self._no_call()]
+                deltas += self._call_deltas(arguments)
+                if not self._began:
+                    self._buffer = self._buffer[at + 1 :]
+                    return [*deltas, *self._no_call()]
+                # Its end is missing: what follows may be a marker, another call or text.
+                self._buffer, self._state, self._is_over = self._buffer[at:], "calls", not self._in_list
+                return deltas
             if call.ended:
                 self._buffer = self._buffer[at + 1 :]
                 if not call.n_given:
@@ -299,9 +307,9 @@ class JsonCalls:
         return [Delta(call=CallDelta(self._index, arguments=text))] if text else []
 
     def _no_call(self) -> list[Delta]:
-        """Return what was read as content, unless its start was returned as a call; the rest is text."""
+        """Return what was read as content; the rest is text."""
         self._state = "text"
-        return [] if self._began else _content("".join(self._raw))
+        return _content("".join(self._raw))
 
 
 def _content(text: str) -> list[Delta]:
