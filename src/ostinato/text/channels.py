@@ -24,7 +24,7 @@ _MAX_HEADER: Final = 300  # characters; a longer text without a marker is no hea
 _WORD: Final = r"[\w.:-]+"
 _HEADER: Final = re.compile(
     rf"\s*(?:<\|start\|>)?(?:assistant)?\s*(?:to=(?P<to>{_WORD})\s*)?"
-    rf"(?:<\|channel\|>(?P<channel>\w+)(?:\s+to=(?P<to_last>{_WORD}))?(?:\s*<\|constrain\|>\s*\w+|\s+\w+)?\s*)?"
+    rf"(?:<\|channel\|>(?P<channel>\w+)(?:\s+to=(?P<to_last>{_WORD}))?(?:\s*<\|constrain\|>\s*\w+|\s+\w+)?\s*){{0,2}}"
 )
 
 MessageKind = Literal["reasoning", "content", "call"]
@@ -62,9 +62,13 @@ class ChannelParser:
             if at < 0:
                 break
             if self._kind == "call":
-                deltas.append(Delta(content="<|call|>"))
+                deltas += [*self._no_arguments(), Delta(content="<|call|>")]
             self._kind, self._fresh = None, True
-        return deltas
+        return deltas + (self._no_arguments() if last and self._kind == "call" else [])
+
+    def _no_arguments(self) -> list[Delta]:
+        """The arguments of a call that ends without any."""
+        return self._delta("{}") if self._fresh else []
 
     def _read_header(self, last: bool, deltas: list[Delta]) -> bool:
         """Read a header; False while it has not arrived. A text without one is content."""
