@@ -32,8 +32,8 @@ def tokenizer() -> Tokenizer:
         return tokenizer_from_folder(Path(folder))
 
 
-def read(pieces: list[str], prompt: str = "") -> tuple[str, str]:
-    parser = THINK.parser(prompt)
+def read(pieces: list[str], prompt: str = "", marks: Reasoning = THINK) -> tuple[str, str]:
+    parser = marks.parser(prompt)
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
     return "".join(delta.reasoning for delta in deltas), "".join(delta.content for delta in deltas)
 
@@ -58,6 +58,34 @@ def test_reasoning_is_told_apart_however_the_text_is_cut(
     prompt: str, text: str, reasoning: str, content: str, size: int
 ) -> None:
     assert read([text[at : at + size] for at in range(0, len(text), size)], prompt) == (reasoning, content)
+
+
+GEMMA = Reasoning("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>"), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("<|channel>thought\nhm\n<channel|>yes<channel|>", "hm", "yes"),
+        ("<|channel>thought\n<channel|>yes<|channel>thought\n<channel|><channel|>", "", "yes"),
+        ("<channel|>yes, <channel|>so <|chan", "", "yes, so <|chan"),
+        ("<|channel>thought\nhm<channel|>yes\n<|channel>thought\nor <|<channel|> no", "hm\n\nor <|", "yes\n\n\nno"),
+        ("yes<|channel>thought\non and on", "on and on", "yes"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+def test_gemma_may_reason_again_and_ends_what_it_did_not_begin(
+    text: str, reasoning: str, content: str, size: int
+) -> None:
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    assert read(pieces, marks=GEMMA) == (reasoning, content)
+
+
+@given(st.lists(st.sampled_from([*GEMMA.markers, "thought", " ", "\n", "<", "so", "|>"])).map("".join), st.data())
+def test_gemmas_answers_are_read_the_same_whole_or_in_pieces(text: str, cuts: st.DataObject) -> None:
+    at = sorted(cuts.draw(st.sets(st.integers(0, len(text)), max_size=10)))
+    pieces = [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
+    assert read(pieces, marks=GEMMA) == read([text], marks=GEMMA)
 
 
 @given(st.text(alphabet="<>/think \n", max_size=50), st.data(), st.booleans())

@@ -19,12 +19,14 @@ from ostinato.text.stream import open_end
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tokenizer import Tokenizer
 
+_GEMMA_END: Final = "<channel|>"  # Gemma 4 may reason again behind content, and ends what it did not begin
+
 # The texts before and after the reasoning, and what of them may be control tokens.
 _MARKS: Final = (
     *((begin, end, (begin, end)) for begin, end in (("<think>", "</think>"), ("[THINK]", "[/THINK]"))),
     ("<seed:think>", "</seed:think>", ("<seed:think>", "</seed:think>")),
     ("<|START_THINKING|>", "<|END_THINKING|>", ("<|START_THINKING|>", "<|END_THINKING|>")),
-    ("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
+    ("<|channel>thought", _GEMMA_END, ("<|channel>", _GEMMA_END)),
 )
 
 # What begins and ends a message that is reasoning, and what begins the answer.
@@ -60,13 +62,13 @@ class Reasoning:
 
     def parser(self, prompt: str) -> Parser:
         """A parser of an answer to this prompt, whose end may have begun the reasoning already."""
-        return ReasoningParser(self.begin, self.end, inside=self.is_open(prompt))
+        return ReasoningParser(self.begin, self.end, inside=self.is_open(prompt), again=self.end == _GEMMA_END)
 
     def continued(self, text: str) -> Parser | None:
         """A parser of what continues an answer that began with this text; None if its reasoning is over."""
         if text.rfind(self.begin) <= text.rfind(self.end):
             return None
-        return ReasoningParser(self.begin, self.end, inside=True, fresh=False)
+        return ReasoningParser(self.begin, self.end, inside=True, fresh=False, again=self.end == _GEMMA_END)
 
     def before(self, sampling: Sampling, prompt: str, *, calls: bool = False) -> Sampling:
         """`sampling` whose answer may think before it follows its rule; it must if the prompt began the reasoning.
@@ -126,11 +128,16 @@ def _part(rule: Rule) -> dict[str, object]:
 
 
 class ReasoningParser:
-    """Separates reasoning, content and the markers between them; blanks around the reasoning belong to neither."""
+    """Separates reasoning, content and the markers between them; blanks around the reasoning belong to neither.
 
-    def __init__(self, begin: str, end: str, *, inside: bool, fresh: bool = True) -> None:
+    With `again` reasoning may also follow content, and an end without a beginning is neither; between two of one kind
+    stands an empty line."""
+
+    def __init__(self, begin: str, end: str, *, inside: bool, fresh: bool = True, again: bool = False) -> None:
         self._begin, self._end = begin, end
+        self._marks = (begin, end) if again else ()  # in what follows the reasoning
         self._inside, self._over = inside, False
+        self._said = {True: False, False: False}  # whether there was reasoning, and content
         self._fresh = fresh  # at the start of the reasoning, or of what follows it
         self._buffer = ""
 
@@ -153,20 +160,28 @@ class ReasoningParser:
                 self._over, self._fresh = True, False  # it answers at once
             else:
                 return []
-        if self._inside:
-            at = self._buffer.find(self._end)
-            thought = self._buffer[: at if at >= 0 else len(self._buffer) - self._kept(last)]
-            self._buffer = self._buffer[len(thought) :]
-            thought = thought.rstrip() if at >= 0 else thought
-            deltas += self._delta(thought.lstrip() if self._fresh else thought, reasoning=True)
+        while True:
+            if self._inside:
+                at = self._buffer.find(self._end)
+                thought = self._buffer[: at if at >= 0 else len(self._buffer) - self._kept(last)]
+                self._buffer = self._buffer[len(thought) :]
+                thought = thought.rstrip() if at >= 0 else thought
+                deltas += self._delta(thought.lstrip() if self._fresh else thought, reasoning=True)
+                if at < 0:
+                    return deltas
+                self._buffer = self._buffer[len(self._end) :]
+                self._inside, self._over, self._fresh = False, True, True
+            if self._fresh:
+                self._buffer = self._buffer.lstrip()
+            at, mark = min(((self._buffer.find(m), m) for m in self._marks if m in self._buffer), default=(-1, ""))
+            keep = 0 if last else open_end(self._buffer, self._marks)
+            said = self._buffer[: at if at >= 0 else len(self._buffer) - keep]
+            self._buffer = self._buffer[len(said) + len(mark) :]
+            deltas += self._delta(said, reasoning=False)
             if at < 0:
                 return deltas
-            self._buffer = self._buffer[len(self._end) :]
-            self._inside, self._over, self._fresh = False, True, True
-        if self._fresh:
-            self._buffer = self._buffer.lstrip()
-        said, self._buffer = self._buffer, ""
-        return deltas + self._delta(said, reasoning=False)
+            if mark == self._begin:
+                self._inside, self._fresh = True, True
 
     def _kept(self, last: bool) -> int:
         """Characters at the end that may be the mark, or blanks before it."""
@@ -179,5 +194,6 @@ class ReasoningParser:
     def _delta(self, text: str, *, reasoning: bool) -> list[Delta]:
         if not text:
             return []
-        self._fresh = False
+        text = f"\n\n{text}" if self._fresh and self._said[reasoning] else text
+        self._fresh, self._said[reasoning] = False, True
         return [Delta(reasoning=text) if reasoning else Delta(content=text)]
