@@ -192,6 +192,12 @@ CASES: list[tuple[MakeParser, str, str, list[Call]]] = [
         "",
         [("f", "{}"), ("g", '{"a": "b"}')],
     ),
+    (
+        gemma,
+        '<|tool_call>call:f{a:{1:2,$x:3,with space :4,a/b@c:<|"|>d<|"|>,Content-Type:null}}<tool_call|>',
+        "",
+        [("f", '{"a": {"1": 2, "$x": 3, "with space": 4, "a/b@c": "d", "Content-Type": null}}')],
+    ),
     (gemma, "<|tool_call>call:f{a:b}<tool_call|>", "<|tool_call>call:f{a:b}<tool_call|>", []),
     (
         deepseek,

@@ -15,6 +15,8 @@ GEMMA_QUOTE: Final = '<|"|>'
 MAX_DEPTH: Final = 64
 _WORDS: Final = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 _WORD: Final = re.compile(r"[^\W\d][\w.-]*")
+_IN_KEY: Final = r"""[^,:{}\[\]<>'"]"""
+_KEY: Final = re.compile(rf"(?!\s){_IN_KEY}+(?<!\s)")  # of an object, without quotation marks
 _FUNCTION: Final = re.compile(r"[\w.-]+")
 _NUMBER: Final = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _BLANK: Final = re.compile(r"\s*")
@@ -84,7 +86,7 @@ class Literals:
         """Read names and values up to `end`; its beginning was read."""
         found: dict[str, Any] = {}
         while not self.takes(end):
-            name = self._name()
+            name = self._name(_KEY if between == ":" else _WORD)
             self.expect(between)
             found[name] = self.value(depth + 1)
             if not self.takes(","):
@@ -101,10 +103,10 @@ class Literals:
                 break
         return found
 
-    def _name(self) -> str:
+    def _name(self, form: re.Pattern[str]) -> str:
         self._skip()
         quoted = self._text[self._at : self._at + 1] in ("'", '"') or self._text.startswith(GEMMA_QUOTE, self._at)
-        return self._string() if quoted else self.word()
+        return self._string() if quoted else self._matched(form)[0]
 
     def _string(self) -> str:
         if self.takes(GEMMA_QUOTE):
