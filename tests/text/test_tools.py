@@ -524,6 +524,14 @@ def test_a_template_without_a_system_message_is_told_in_the_first_turn() -> None
     assert "Be brief." in rendered(CHATML, parts, TOOLS)
 
 
+def test_results_follow_their_calls_though_a_later_turn_counts_its_calls_anew() -> None:
+    later = [dict(message) for message in TALK[2:]]
+    later[0]["content"], later[1]["content"] = "grey", "night"
+    prompt = rendered(HARMONY, [*TALK, TALK[1], later[1], later[0]], TOOLS)
+    found = re.findall(r'<\|start\|>functions.(\w+) to=assistant"(\w+)"', prompt)
+    assert found == [("weather", "blue"), ("now", "noon"), ("weather", "grey"), ("now", "night")]
+
+
 def test_results_and_what_the_user_says_to_them_are_one_turn_where_they_are_text() -> None:
     prompt = rendered(TURNS, [*TALK, {"role": "user", "content": "So?"}], TOOLS)
     results = "Result of the function call: blue\n\nResult of the function call: noon\n\nSo?"

@@ -12,9 +12,11 @@ import json
 import re
 import secrets
 import string
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ostinato.errors import BadInput, BadOption, HardwareCannot, quoted
@@ -605,21 +607,24 @@ def _with_thinking(message: TemplateMessage) -> TemplateMessage:
 def _for_channels(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
     """gpt-oss's template takes one call in a message, tells whose result follows by it, and no content beside what was
     thought."""
-    results = {message.get("tool_call_id"): message for message in messages if message.get("role") == "tool"}
     changed: list[TemplateMessage] = []
-    for message in map(_with_thinking, messages):
+    left = deque(map(_with_thinking, messages))
+    while left:
+        message = left.popleft()
         calls = message.get("tool_calls") or []
         content = _as_text(message.get("content"))
-        if message.get("role") == "tool":
-            if message.get("tool_call_id") in results:
-                changed.append(message)
-            continue
+        results = list(takewhile(lambda one: one.get("role") == "tool", left)) if calls else []
+        for _ in results:
+            left.popleft()
         for place, call in enumerate(calls):
             thought = "\n\n".join(filter(None, [message.get("thinking"), content])) if place == 0 else ""
             changed.append({"role": "assistant", "content": "", "thinking": thought, "tool_calls": [call]})
-            result = results.pop(call.get("id"), None)
-            changed += [] if result is None else [result]
-        changed += [] if calls else [message]
+            # Of this turn alone: some clients count their calls anew in each.
+            result = next((one for one in results if one.get("tool_call_id") == call.get("id")), None)
+            if result is not None:
+                results.remove(result)
+                changed.append(result)
+        changed += results if calls else [message]
     return changed
 
 
