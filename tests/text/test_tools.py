@@ -532,6 +532,23 @@ def test_results_follow_their_calls_though_a_later_turn_counts_its_calls_anew() 
     assert found == [("weather", "blue"), ("now", "noon"), ("weather", "grey"), ("now", "night")]
 
 
+@pytest.mark.parametrize("add", [True, False])
+def test_gemmas_answer_is_begun_behind_a_result_whose_call_has_text_beside_it(add: bool) -> None:
+    source = """\
+{%- for message in messages %}<|turn>{{ message.role }}
+{% if message.tool_calls %}<|tool_call>call:{% endif %}{{ message.content }}<turn|>
+{% endfor %}{% if tools %}{% endif %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}<|turn>model
+{% endif %}"""
+    with template_of(source) as template:
+        how = ChatFormat(template, tokenizer(), lambda _: False)
+        assert how.tools.name == "gemma"
+        talk = [TALK[0], {**TALK[1], "content": "I look."}, *TALK[2:]]
+        for messages in (talk, talk[:1]):
+            asked = ChatRequest(messages, Sampling(), TOOLS, "auto", template_options={"add_generation_prompt": add})
+            assert how.render(asked).endswith("<turn|>\n<|turn>model\n" if add else "<turn|>\n")
+
+
 def test_results_and_what_the_user_says_to_them_are_one_turn_where_they_are_text() -> None:
     prompt = rendered(TURNS, [*TALK, {"role": "user", "content": "So?"}], TOOLS)
     results = "Result of the function call: blue\n\nResult of the function call: noon\n\nSo?"

@@ -84,7 +84,9 @@ class ChatFormat:
             words["tools"] = self.tools.prompt_tools(asked.tools)
         if asked.continues:
             words["continue_final_message"] = True
-        return self._template.render(messages, **words)
+        prompt = self._template.render(messages, **words)
+        begins = words.get("add_generation_prompt", True) and not asked.continues
+        return self.tools.with_answer_begun(prompt) if begins else prompt
 
     def prepare(self, asked: ChatRequest, prompt: str) -> GenerationInput:
         """What the engine is to generate after the rendered prompt, and how its text is read."""

@@ -229,6 +229,11 @@ class ToolFormat:
                 return _with_preface(plain, self._preface(tools), system=self.system) if tools else plain
         return asked
 
+    def with_answer_begun(self, prompt: str) -> str:
+        """A rendered prompt with the beginning of the answer, which Gemma 4's template leaves out behind the result of
+        a call that has text beside it."""
+        return f"{prompt}<|turn>model\n" if self.name == "gemma" and prompt.endswith("<turn|>\n") else prompt
+
     def _preface(self, tools: Sequence[Tool]) -> str:
         functions = "\n".join(json.dumps(tool.definition["function"], ensure_ascii=False) for tool in tools)
         shape = _SHAPES[self.name]
