@@ -16,6 +16,7 @@ import pytest
 
 from ostinato.other_engines import OTHER_ENGINES
 from ostinato.serve.chat import conversation
+from ostinato.serve.conversation import thinking_options
 from ostinato.serve.shapes import ALIASES, FORMAT_ALIASES, ChatBody, CompletionBody, GenerationBody
 from tests.cli import tiny_model
 from tests.models import test_retrieval, tiny_encoders
@@ -164,10 +165,26 @@ def test_effort_and_verbosity_are_named_where_the_template_has_no_variable_for_t
     assert IGNORED not in server.post(CHAT, {**asked, "verbosity": "medium"}).headers
 
 
+def test_whether_to_think_reaches_a_template_that_knows_it() -> None:
+    for source, thinks, wanted, options in (
+        ("{{ enable_thinking }}", True, True, {"enable_thinking": True}),
+        ("{%- if thinking %}<think>", True, True, {"thinking": True}),
+        ("{%- if thinking %}<think>", True, False, {"thinking": False}),
+        ("{%- if message.thinking or thinking_budget %}{% if thinking_budget %}", True, True, {}),
+        ("thinking", True, False, None),
+        ("", False, False, {}),
+    ):
+        format = SimpleNamespace(reasoning=thinks or None)
+        llm: Any = SimpleNamespace(template=SimpleNamespace(source=source), chat_format=format)
+        assert thinking_options(llm, wanted) == options
+
+
 def test_effort_and_verbosity_reach_a_template_that_knows_them() -> None:
     for source, body, options in (
         ("{{ reasoning_effort }}", {"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
         ("{{ enable_thinking }}", {"reasoning_effort": "none"}, {"enable_thinking": False}),
+        ("{%- if not thinking is defined %}", {"reasoning_effort": "low"}, {"thinking": True}),
+        ("{% if a %}{%- elif thinking %}", {"reasoning_effort": "minimal"}, {"thinking": False}),
         ("{{ verbosity }}", {"verbosity": "low"}, {"verbosity": "low"}),
         ("{{ verbosity }}", {"verbosity": "low", "chat_template_kwargs": {"verbosity": "x"}}, {"verbosity": "x"}),
     ):

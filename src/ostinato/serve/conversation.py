@@ -8,6 +8,7 @@ any API.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -25,6 +26,7 @@ from ostinato.text.template import ChatTemplate
 
 IGNORED: Final = "x-ostinato-ignored"  # the header that names what of a request had no effect
 MOST_NAMED: Final = 32  # a client reads a header of a few kilobytes only
+_THINKING: Final = re.compile(r"\{%-?\s*(el)?if (not )?thinking\b")
 _OF_THE_REQUEST: Final = ("self", "messages", "tools", "documents", "continue_final_message")
 
 
@@ -122,9 +124,15 @@ def effort_options(template: ChatTemplate | None, effort: str) -> dict[str, Any]
     source = "" if template is None else template.source
     if "reasoning_effort" in source:
         return {"reasoning_effort": effort}
+    switch = _switch_of(source)
+    return None if switch is None else {switch: effort not in ("none", "minimal")}
+
+
+def _switch_of(source: str) -> str | None:
+    """The variable by which a template's model reasons or does not; None if it has none."""
     if "enable_thinking" in source:
-        return {"enable_thinking": effort not in ("none", "minimal")}
-    return None
+        return "enable_thinking"
+    return "thinking" if _THINKING.search(source) is not None else None  # Granite 3, DeepSeek V3.1
 
 
 def verbosity_options(template: ChatTemplate | None, verbosity: str) -> dict[str, Any] | None:
@@ -138,8 +146,9 @@ def verbosity_options(template: ChatTemplate | None, verbosity: str) -> dict[str
 def thinking_options(llm: LLM, wanted: bool) -> dict[str, Any] | None:
     """Whether the model should reason, as variables of the template; None if the template has none for it and the
     model does the other."""
-    if llm.template is not None and "enable_thinking" in llm.template.source:
-        return {"enable_thinking": wanted}
+    switch = None if llm.template is None else _switch_of(llm.template.source)
+    if switch is not None:
+        return {switch: wanted}
     known = effort_options(llm.template, "none")
     if known is None:
         return {} if wanted == (llm.chat_format.reasoning is not None) else None
