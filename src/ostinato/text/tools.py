@@ -189,6 +189,7 @@ class ToolFormat:
         markers = _SHAPES[name].markers
         special = tokenizer.control_ids(markers)
         no_system = bool(re.search(r"[Ss]ystem role not supported", source))
+        no_system |= "must alternate" in source and "system" not in source  # Mistral 7B
         lists_tools = name not in ("phi", "plain") and _LISTS_TOOLS.search(source) is not None
         other = tuple(sorted(tokenizer.hidden - tokenizer.eog_ids - set(special.values())))
         writes_calls, joins_arguments = "tool_calls" in source, _JOINS_ARGUMENTS.search(source) is not None
