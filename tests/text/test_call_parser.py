@@ -137,6 +137,7 @@ CASES: list[tuple[MakeParser, str, str, list[Call]]] = [
         [("f", "{}"), ("g", "{}")],
     ),
     (tags, f"<function=f></function> </tool {NO_CALL}", f"</tool {NO_CALL}", [("f", "{}")]),
+    (tags, f"{CALL}<function=f><parameter=a>\n1\n</function>{NO_CALL}", "", [("f", '{"a": "1"}')]),
     (tags, "half <function=f><parameter=a>1", "half <function=f><parameter=a>1", []),
     (tags, f"{CALL}<function=f><parameter=a>1</parameter></function>", "", [("f", '{"a": "1"}')]),
     (tags, f"{CALL}<function=f></function>{CALL}<function=g></function>{NO_CALL}", "", [("f", "{}"), ("g", "{}")]),

@@ -148,7 +148,7 @@ def _named_calls(objects: list[Any]) -> Calls | None:
 
 
 _FUNCTION: Final = r"<function=(?P<name>[^>]+)>(?P<body>.*?)</function>"
-_PARAMETER: Final = r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>"
+_PARAMETER: Final = r"<parameter=([^>]+)>\n?(.*?)\n?(?:</parameter>|\Z)"  # of the last one the end may be missing
 TAGS: Final = _tags(("<tool_call>", "</tool_call>"), _FUNCTION, _PARAMETER, ("<function=", "</function>"))
 SEED_TAGS: Final = _tags(("<seed:tool_call>", "</seed:tool_call>"), _FUNCTION, _PARAMETER)
 ATEM_TAGS: Final = _tags(
