@@ -127,6 +127,24 @@ def test_one_that_begins_otherwise_shares_what_is_alike_and_spoils_nothing() -> 
         assert ids(engine.submit(asked, SHORT))[:-1] == held[50:]
 
 
+@pytest.mark.parametrize("kind", ["swa", "all swa"])
+@pytest.mark.parametrize("again", [False, True], ids=["loaded", "loaded and saved again"])
+def test_what_was_loaded_is_continued_only_where_its_windows_are_whole(kind: MemoryKind, again: bool) -> None:
+    """A file has of a window what its last position sees: before that, a page is there and its first rows are not."""
+    with open_engine(kind) as engine:
+        held = answered(engine, prompt(1, 50))
+        data = save_sequence(engine, HeldSequence(held), {})
+    with open_engine(kind, share_prefixes=False) as engine:
+        for n in range(len(held) - 11, len(held) + 1):
+            load_sequence(engine, data)
+            if again:
+                assert save_sequence(engine, HeldSequence(held), {}) == data
+            other = [*held[:n], 1, 2, 3]
+            n_computed = computed(engine)
+            assert going_on(engine, other) == bits(engine.submit(other, SHORT))
+            assert n_computed[0] == (len(other) - n if n >= len(held) - 1 else len(other))
+
+
 def test_a_state_without_its_ids_or_with_others_is_refused() -> None:
     with open_engine() as engine:
         held = answered(engine, prompt(1, 21))

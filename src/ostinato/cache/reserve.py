@@ -131,6 +131,10 @@ class Reserve:
         """Pages that hold a prefix, leased or not."""
         return 0 if self._prefixes is None else len(self._prefixes)
 
+    def sees_all(self, n_positions: int) -> bool:
+        """Whether the last of so many positions sees the others in every layer."""
+        return all(group.window is None or n_positions <= group.window for group in self._groups)
+
     def pages_for(self, n_positions: int) -> int:
         return -(-n_positions // self.page_tokens)
 

@@ -33,6 +33,7 @@ class PagedSequence:
     n_held: int = 0  # positions in memory
     segments: Sequence[int] = ()  # of an encoder's pair of texts, which of the two each token is of
     begins_at: StateSnapshot | None = None  # states that its slot is to have before its next part
+    least: int = 0  # the fewest positions after which it can be continued: windows of earlier ones were not copied
 
     @property
     def n_left(self) -> int:
@@ -50,11 +51,13 @@ class SequencePart:
 
 @dataclass(frozen=True, slots=True)
 class KeptSequence:
-    """A sequence that has ended: its tokens, the slot that holds its state, and the rope set of its keys."""
+    """A sequence that has ended: its tokens, the slot that holds its state, the rope set of its keys, and the fewest
+    positions after which another can continue it."""
 
     tokens: Sequence[int]
     slot: int | None
     rope_set: int
+    least: int
 
 
 class PagedSequences:
@@ -93,16 +96,18 @@ class PagedSequences:
         lease = self.reserve.open(tokens, n_positions, all_now=all_now, begin=begin, rope_set=rope_set)
         if lease is None:
             return None
+        least = 0 if kept is None or self._kept is None else self._kept.least
         # The new sequence takes the place of the kept one, or its state will be overwritten.
         if kept is not None or (self._recurs and self._kept is not None and self._kept.slot == slot):
             self.forget()
-        return PagedSequence(tokens, lease, shared and kept is None, slot, 0 if kept is None else n_held, segments)
+        n_held = 0 if kept is None else n_held
+        return PagedSequence(tokens, lease, shared and kept is None, slot, n_held, segments, least=least)
 
     def keep(self, sequence: PagedSequence, tokens: Sequence[int], n_written: int) -> None:
         """Release its pages, but keep those of its first tokens until they are needed, unless the loop has written
         over some of them: it has written `n_written` positions."""
         self.reserve.keep(sequence.lease, len(tokens), n_written)
-        self._kept = KeptSequence(tuple(tokens), sequence.slot, sequence.lease.rope_set)
+        self._kept = KeptSequence(tuple(tokens), sequence.slot, sequence.lease.rope_set, sequence.least)
 
     def forget(self) -> None:
         """Drop the kept sequence."""
@@ -188,8 +193,9 @@ class PagedSequences:
         return self.reserve.tables(sequence.lease)
 
     def fill(self, sequence: PagedSequence) -> None:
-        """All its positions are about to be copied into its pages."""
+        """All its positions are about to be copied into its pages; of a window, those that the last one sees."""
         sequence.n_held = len(sequence.tokens)
+        sequence.least = 0 if self.reserve.sees_all(sequence.n_held) else sequence.n_held - 1
         self.reserve.cover(sequence.lease, sequence.n_held, sequence.n_held)
 
     def close(self, sequence: PagedSequence) -> None:
@@ -207,4 +213,6 @@ class PagedSequences:
             return alike if alike == len(kept.tokens) and kept.slot == slot else 0  # a state cannot be rolled back
         if alike % reserve.page_tokens and alike < len(tokens) and not reserve.is_kept_alone(alike):
             alike -= alike % reserve.page_tokens  # other sequences read the page that would be written
+        if alike < kept.least:
+            return 0
         return alike if alike > reserve.find(tokens, rope_set).n_pages * reserve.page_tokens else 0
