@@ -6,6 +6,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
+from ostinato import LLM
 from ostinato.backends.native.pages import PAGE_TOKENS, NativePages
 from ostinato.backends.native.sequence_copy import NativeSequenceCopy
 from ostinato.backends.torch.paged import PagedMemory
@@ -20,6 +21,7 @@ from ostinato.models.registry import read_shape
 from ostinato.options import KVType
 from tests.backends.families import family_model
 from tests.backends.native.tiled import tiled
+from tests.models import tiny, tiny_gguf
 from tests.models.test_refusals import refusal, setting, spoiled_folder, spoiled_gguf
 
 WRONG_SETTINGS: Final = [
@@ -70,6 +72,24 @@ def test_a_config_that_contradicts_tensors_is_refused(
     name: str, key: str, value: Any, tmp_path: Path, tiny_files: Path
 ) -> None:
     refusal(spoiled_folder(tmp_path, tiny_files, name=name, config=lambda c: c.update({key: value})))
+
+
+@pytest.mark.parametrize("mode", ["eager", "loop"])
+@pytest.mark.parametrize(
+    ("name", "storage"), [("deepseek-v3", "F32"), ("deepseek-v2-lite", "F32"), ("glm-4.7-flash", "F16")]
+)
+def test_one_tensor_that_expands_keys_and_values_gives_the_logits_of_two(
+    name: str, storage: str, mode: str, tmp_path: Path, tiny_files: Path
+) -> None:
+    """As files of DeepSeek V2, V3 and R1 had it until April 2025."""
+    config, tensors = tiny.parts_of(name, tiny_files)
+    rows = []
+    for whole in (False, True):
+        path = tmp_path / f"{whole}.gguf"
+        tiny_gguf.write(path, "deepseek2", {**config, "kv_b_whole": whole}, tensors, storage=storage)
+        with LLM(path, device="cpu", mode=mode) as llm:
+            rows.append(llm.logits(tiny.prompt(name)))
+    np.testing.assert_allclose(rows[1], rows[0], rtol=0, atol=tiny.TOLERANCE)
 
 
 def test_sizes_may_be_given_layer_by_layer(tmp_path: Path, tiny_files: Path) -> None:

@@ -217,11 +217,17 @@ def _add_deepseek2(writer: Any, config: Config) -> None:
     if config["q_lora_rank"] is not None:
         writer.add_q_lora_rank(config["q_lora_rank"])
     writer.add_kv_lora_rank(rank)
-    for key, width in (("key_length", rank + rotary), ("value_length", rank)):
+    widths, expanded = (rank + rotary, rank), (config["qk_nope_head_dim"] + rotary, config["v_head_dim"])
+    if config.get("kv_b_whole"):  # as until April 2025
+        widths = expanded
+        writer.kv_data[0].pop("deepseek2.attention.head_count_kv")
+        writer.add_head_count_kv(config["num_key_value_heads"])
+    else:
+        writer.add_key_length_mla(expanded[0])
+        writer.add_value_length_mla(expanded[1])
+    for key, width in zip(("key_length", "value_length"), widths, strict=True):
         writer.kv_data[0].pop(f"deepseek2.attention.{key}", None)
         getattr(writer, f"add_{key}")(width)
-    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotary)
-    writer.add_value_length_mla(config["v_head_dim"])
     writer.add_rope_dimension_count(rotary)
     if (mscale := _rope(config).get("mscale_all_dim")) is not None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * mscale)
@@ -539,7 +545,7 @@ def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor])
         elif architecture == "gptneox" and "query_key_value" in name:
             heads = value.view(config["num_attention_heads"], 3, -1, *value.shape[1:])
             value = heads.transpose(0, 1).reshape(value.shape)
-        elif name.endswith("kv_b_proj.weight"):
+        elif name.endswith("kv_b_proj.weight") and not config.get("kv_b_whole"):
             yield from _expanding(name, value, config)
             continue
         elif name.endswith("e_score_correction_bias"):

@@ -55,14 +55,16 @@ def latent_attention(n_heads: int, rope: Rope, latent: LatentShape, mscale: floa
 def shape_from_gguf(f: Description) -> Shape:
     eps = f.positive("attention.layer_norm_rms_epsilon")
     n_layers = limited(f.integer("block_count"), f) - n_further_layers(f)
-    n_rotary, whole = f.integer("rope.dimension_count"), f.integer("attention.key_length_mla")
+    # Until April 2025 one tensor expanded compressed rows, and the widths of what it gives stood under the usual keys.
+    suffix = "" if "blk.0.attn_kv_b.weight" in f.tensors else "_mla"
+    n_rotary, whole = f.integer("rope.dimension_count"), f.integer(f"attention.key_length{suffix}")
     if whole <= n_rotary:
         raise BadFile(f"{f.path}: of a head's {whole} elements {n_rotary} turn by rotary positions; some must not")
     latent = LatentShape(
         kv_rank=f.integer("attention.kv_lora_rank"),
         q_rank=f.integer("attention.q_lora_rank", 0, least=0) or None,
         plain_width=whole - n_rotary,
-        value_width=f.integer("attention.value_length_mla"),
+        value_width=f.integer(f"attention.value_length{suffix}"),
         norm_eps=eps,
     )
     rope, mscale = ropes.from_gguf(f, n_rotary, "neighbours"), 1.0
