@@ -107,6 +107,7 @@ def test_a_router_that_is_nearly_sure_gives_the_shares_of_transformers(name: str
     [
         ("gemma4", {"hidden_activation": "gelu"}),
         ("gemma4-moe", {"hidden_activation": "gelu"}),
+        ("gptneox", {"hidden_act": "gelu_fast"}),  # GPT-NeoX 20B
         # Not read by these classes.
         *((name, {"sliding_window": tiny.WINDOW}) for name in ("llama", "granite", "glm4-moe", "bamba", "nemotron-h")),
         *((name, {"hidden_act": "gelu"}) for name in ("lfm2", "lfm2-moe", "gpt2")),

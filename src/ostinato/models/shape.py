@@ -22,7 +22,7 @@ from ostinato.models.rope import Pairing, Rope
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"]
 ACTIVATIONS: Mapping[str, Activation] = {  # as config.json calls them
     **{"silu": "silu", "swish": "silu", "gelu": "gelu"},
-    **{"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu2": "relu2"},
+    **{"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "relu2": "relu2"},
 }
 # What is normed of queries and keys: each head before its rotation, all heads of a row as one, each head after it.
 QKNorm = Literal["heads", "rows", "after_rope"]
