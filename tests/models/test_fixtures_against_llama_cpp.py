@@ -27,6 +27,7 @@ TOLERANCES: Final = {
     "qwen3-vl-moe": 1e-3,
     "gemma3-linear": 5e-3,
     "gemma3-stated": 5e-3,
+    "gemma3-whole": 5e-3,
     "gemma4": 5e-3,
     "gemma4-moe": 5e-3,
     "gemma4-shared": 5e-3,

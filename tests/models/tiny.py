@@ -373,6 +373,13 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         "gemma3": _gemma3(),
         "gemma3-linear": _gemma3(rope_type="linear", factor=8.0),
         "gemma3-scaled-windows": replace(_gemma3(scaled_windows=True), architecture=None),
+        # Rnj-1.
+        "gemma3-whole": _gemma3(
+            config={"num_hidden_layers": 4, "sliding_window_pattern": 1},
+            rope_type="yarn",
+            factor=4.0,
+            original_max_position_embeddings=64,
+        ),
         "gemma3-vision": _with_vision("Gemma3ForConditionalGeneration", "gemma3", _gemma3(), _VISION),
         "gemma3-stated": _gemma3(500.0, {"num_hidden_layers": 4, "sliding_window_pattern": 3}),
         "gemma4": _gemma4(attention_k_eq_v=True, num_global_key_value_heads=1),

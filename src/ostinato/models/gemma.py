@@ -53,12 +53,14 @@ def windowed(shape: Shape, window: int, global_every: int) -> Shape:
 
 
 def gemma_from_gguf(f: Description, window: int, global_every: int) -> Shape:
+    """`window`: of a file that states none; 0: there is none."""
     shape = common_from_gguf(f)
     if (f.family, shape.n_layers) in SCALED_BY_HIDDEN:
         shape = shape.with_attention(query_scale=(shape.hidden / shape.widest(lambda a: a.n_heads)) ** -0.5)
     shape = replace(shape, activation="gelu_tanh", embedding_scale=shape.hidden**0.5)
     every = f.integer("attention.sliding_window_pattern", global_every)
-    return windowed(shape, f.integer("attention.sliding_window", window), every)
+    window = f.integer("attention.sliding_window", window, least=0)
+    return windowed(shape, window, every) if window else shape
 
 
 def gemma2_from_gguf(f: Description) -> Shape:
@@ -68,7 +70,7 @@ def gemma2_from_gguf(f: Description) -> Shape:
 
 
 def gemma3_from_gguf(f: Description) -> Shape:
-    shape = gemma_from_gguf(f, 1024, global_every=6)
+    shape = gemma_from_gguf(f, 0, global_every=6)  # Rnj-1 sees everything in every layer
     whole = ropes.from_gguf(f, shape.widest(lambda a: a.head_width), "halves", default_base=1_000_000.0)
     cap = f.positive("final_logit_softcapping") if f.has("final_logit_softcapping") else None
     return replace(two_ropes(shape, whole, f.positive("rope.freq_base_swa", LOCAL_BASE)), logit_softcap=cap)
