@@ -414,6 +414,18 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         "exaone4-window": _made("Exaone4ForCausalLM", "exaone4", num_hidden_layers=4, sliding_window=WINDOW),
         "seed-oss": _made("SeedOssForCausalLM", "seed_oss", head_dim=32),
         "glm4": _made("Glm4ForCausalLM", "glm4", head_dim=32),
+        # The text part of GLM-4.1V and GLM-4.6V-Flash, whose GGUF files go by the same name.
+        "glm4-sections": _made(
+            "Glm4ForCausalLM",
+            "glm4",
+            head_dim=32,
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 3, 3],
+            },
+        ),
         "ernie4.5": _made("Ernie4_5ForCausalLM", "ernie4_5", head_dim=32),
         "hunyuan": _made("HunYuanDenseV1ForCausalLM", "hunyuan-dense", head_dim=32),
         "hunyuan-alpha": _made("HunYuanDenseV1ForCausalLM", "hunyuan-dense", head_dim=32, rope_parameters=_ALPHA),

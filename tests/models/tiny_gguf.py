@@ -126,8 +126,9 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
     if architecture == "mistral3" and "llama_4_scaling_beta" in _rope(config):
         writer.add_rope_scaling_yarn_log_mul(_rope(config)["mscale_all_dim"])
         writer.add_attn_temperature_scale(_rope(config)["llama_4_scaling_beta"])
-    if architecture in ("qwen3vl", "qwen3vlmoe"):
+    if "mrope_section" in _rope(config):
         writer.add_rope_dimension_sections([*_rope(config)["mrope_section"], 0])
+    if architecture in ("qwen3vl", "qwen3vlmoe"):
         writer.add_num_deepstack_layers(1)
     if architecture in ("granite", "granitemoe"):
         _add_granite_factors(writer, config)
@@ -558,6 +559,8 @@ def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor])
             name = name.replace("_shexp", "")  # the shared block is the only one
         elif architecture == "granitehybrid" and "shared_mlp." in name and not config.get("num_local_experts"):
             name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
+        elif architecture == "glm4" and "mrope_section" in _rope(config) and re.search(r"\.[qk]_proj\.", name):
+            value = _in_halves(value, config["head_dim"], _rope(config)["partial_rotary_factor"])
         elif architecture in ("mamba", "mamba2", "falcon-h1", "nemotron_h", "nemotron_h_moe", "granitehybrid"):
             name, value = _mixer_part(name, _multiplied(name, value, config), config)
         elif architecture.startswith("lfm2"):
@@ -685,6 +688,13 @@ def _in_pairs(value: Tensor, n_heads: int) -> Tensor:
     """Rows of each head from two halves to neighbouring pairs, as llama's rotation wants them in GGUF."""
     halves = value.view(n_heads, 2, value.shape[0] // n_heads // 2, *value.shape[1:])
     return halves.transpose(1, 2).reshape(value.shape)
+
+
+def _in_halves(value: Tensor, head_dim: int, share: float) -> Tensor:
+    """Rows of each head from neighbouring pairs to two halves, as far as the head turns."""
+    heads = value.view(-1, head_dim, *value.shape[1:])
+    turned, still = heads[:, : int(share * head_dim)], heads[:, int(share * head_dim) :]
+    return torch.cat((turned[:, ::2], turned[:, 1::2], still), 1).reshape(value.shape)
 
 
 def _stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,7 @@
-"""glm4: norms before and after each block, half of each head rotated as neighbouring pairs, gate and up in one."""
+"""glm4: norms before and after each block, half of each head rotated as neighbouring pairs, gate and up in one.
+
+GGUF files of the text part of GLM-4.1V and GLM-4.6V-Flash, known by the sections of their positions, pair halves.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -6,11 +9,13 @@ from functools import partial
 from ostinato.models.builder import Builder
 from ostinato.models.family import COMMON_NAMES, Family
 from ostinato.models.fields import Description
+from ostinato.models.rope import Pairing
 from ostinato.models.shape import Shape, common_from_config, common_from_gguf, with_biases
 
 
 def shape_from_gguf(f: Description) -> Shape:
-    return replace(with_biases(common_from_gguf(f, "neighbours"), f), mlp_bias=False)
+    pairing: Pairing = "halves" if any(f.counts("rope.dimension_sections")) else "neighbours"
+    return replace(with_biases(common_from_gguf(f, pairing), f), mlp_bias=False)
 
 
 def shape_from_config(c: Description) -> Shape:
