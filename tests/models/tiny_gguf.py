@@ -301,9 +301,9 @@ def _add_common(writer: Any, config: Config) -> None:
 
 
 def _add_gemma3(writer: Any, config: Config) -> None:
-    writer.add_sliding_window(config["sliding_window"])
     if config["_sliding_window_pattern"] == 1:
         return  # no layer sees a window
+    writer.add_sliding_window(config["sliding_window"])
     local_base = config["rope_parameters"]["sliding_attention"]["rope_theta"]
     if local_base != 10_000:
         writer.add_rope_freq_base_swa(local_base)

@@ -132,6 +132,12 @@ def read_shape(checkpoint: Checkpoint) -> Shape:
     stated = Description.of(checkpoint, family.name, _defaults_of(family, checkpoint))
     read = family.shape_from_gguf if checkpoint.format == "gguf" else family.shape_from_config
     shape = read(stated)
+    key = "attention.causal" if checkpoint.format == "gguf" else "is_causal"
+    if shape.causal and not stated.flag(key, True):
+        raise Unsupported(
+            f"{checkpoint.path}: {stated.prefix}{key} is false; a {family.name} whose rows see what follows is not "
+            "supported"
+        )
     if shape.causal and (tokens := rank_tokens_of(stated, shape.vocab)):
         shape = replace(shape, pooling="rank", rank_by="last", n_classes=1, rank_tokens=tokens)
     if shape.causal and shape.pooling is None:
