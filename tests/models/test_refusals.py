@@ -473,6 +473,7 @@ def test_a_config_that_contradicts_its_tensors_is_told_in_one_sentence(
         ("gemma4", "gemma4.rope.dimension_count_swa", 32, "32 of a head's 16"),
         ("laguna", "laguna.rope.dimension_count_swa", 15, "15 of a head's 16"),
         ("gemma3", "gemma3.rope.freq_base_swa", 0.5, "the rope base is 0.5"),
+        ("deepseek-v3", "deepseek2.attention.temperature_scale", 0.1, "attention.temperature_scale is 0.1"),
         ("lfm2", "lfm2.attention.causal", False, "lfm2.attention.causal is false"),
         ("exaone4-window", "exaone4.attention.sliding_window_pattern", ["x"] * 4, "other things than true and false"),
     ],

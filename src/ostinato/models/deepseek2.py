@@ -53,6 +53,11 @@ def latent_attention(n_heads: int, rope: Rope, latent: LatentShape, mscale: floa
 
 
 def shape_from_gguf(f: Description) -> Shape:
+    if scale := f.number("attention.temperature_scale", 0.0):  # Mistral Large 3
+        raise Unsupported(
+            f"{f.path}: {f.prefix}attention.temperature_scale is {scale:g}; latent attention whose queries grow with "
+            "their position is not supported"
+        )
     eps = f.positive("attention.layer_norm_rms_epsilon")
     n_layers = limited(f.integer("block_count"), f) - n_further_layers(f)
     # Until April 2025 one tensor expanded compressed rows, and the widths of what it gives stood under the usual keys.
