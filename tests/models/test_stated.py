@@ -161,3 +161,17 @@ def test_a_matrix_of_one_row_may_be_a_vector_in_gguf(name: str, part: str, tmp_p
             answers.append(llm.generate([5, 9, 2, 77], Sampling(max_tokens=16, temperature=0)).token_ids)
     assert rows
     assert answers[0] == answers[1]
+
+
+def test_a_qwen2_without_biases_in_gguf_is_one_whose_biases_are_zero(tmp_path: Path, tiny_files: Path) -> None:
+    """As KORMo is converted."""
+    config, weights = tiny.parts_of("qwen2", tiny_files)
+    zero = {key: weights[key] * 0 for key in weights if key.endswith("_proj.bias")}
+    without = {key: value for key, value in weights.items() if key not in zero}
+    rows = []
+    for name, tensors in (("zero", {**weights, **zero}), ("without", without)):
+        tiny_gguf.write(tmp_path / f"{name}.gguf", "qwen2", config, tensors)
+        with LLM(tmp_path / f"{name}.gguf", device="cpu", context=64) as llm:
+            rows.append(torch.from_numpy(llm.logits([5, 9, 2, 77])))
+    assert zero
+    torch.testing.assert_close(*rows, atol=tiny.TOLERANCE, rtol=0)

@@ -10,7 +10,8 @@ from ostinato.models.shape import Shape, common_from_config, common_from_gguf, w
 
 
 def shape_from_gguf(f: Description) -> Shape:
-    return replace(common_from_gguf(f), attention_bias=True)
+    """Files of KORMo go by this name, and have no biases."""
+    return replace(common_from_gguf(f), attention_bias="blk.0.attn_q.bias" in f.tensors)
 
 
 def shape_from_config(c: Description) -> Shape:
