@@ -353,7 +353,8 @@ def test_texts_become_tokens_and_back_and_conversations_prompts(server: Running)
     assert server.post("/detokenize", {"tokens": told["tokens"]}).json() == {"content": "the rain"}
     prompt = server.post("/apply-template", {"messages": HELLO}).json()["prompt"]
     assert prompt == server.llm.chat_text(HELLO)
-    assert server.post("/detokenize", {"tokens": [99_999]}).status_code == 400
+    refused = server.post("/detokenize", {"tokens": [99_999]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
 
 
 def test_a_template_is_told_where_its_prompt_ends_in_either_way(server: Running) -> None:

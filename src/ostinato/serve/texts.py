@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from ostinato.options import Sampling
 from ostinato.serve.conversation import rendered
+from ostinato.serve.errors import Refusal
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import DetokenizeBody, TemplateBody, TokenizeBody
 from ostinato.serve.stream import json_response
@@ -35,6 +36,10 @@ async def tokenize(service: Service, body: TokenizeBody, request: Request) -> Re
 async def detokenize(service: Service, body: DetokenizeBody, request: Request) -> Response:
     """The text of token ids."""
     llm = service.llm(body.model)
+    largest, vocab = max(body.tokens, default=0), llm.tokenizer.vocab_size
+    if largest >= vocab:
+        message = f"tokens has the token id {largest}; this model has ids from 0 to {vocab - 1}"
+        raise Refusal(400, message, param="tokens")
     return json_response({"content": await service.in_thread(llm.detokenize, body.tokens)})
 
 
