@@ -134,6 +134,7 @@ for name in {sorted(modules)}:
     assert done.stdout.split() == []
 
 
+@pytest.mark.slow
 def test_nothing_imports_the_command_line() -> None:
     outside = [path for path in sources() if package_of(path) != "cli"]
     assert not [path for path in outside if any(module.startswith("ostinato.cli") for module in imports(path))]
@@ -152,6 +153,7 @@ def type_names(path: Path) -> Iterator[str]:
                 yield ast.unparse(target)
 
 
+@pytest.mark.slow
 def test_a_type_has_a_name_of_its_own() -> None:
     found = Counter(name for path in sources() for name in type_names(path))
     assert [name for name, n in found.items() if n > 1] == []

@@ -69,6 +69,7 @@ def test_a_group_without_a_verb_shows_its_help(ostinato: RunCli, group: str, ver
     assert f" {verb} " in ran.out
 
 
+@pytest.mark.slow
 def test_help_shows_words_and_no_types(ostinato: RunCli) -> None:
     """Python's types would stand there as `<bool>` or `<int range>`; a flag has no value."""
     pages = {" ".join(verb): ostinato(*verb, "--help").out for verb in verbs_of(get_command(cli.app()))}

@@ -86,6 +86,7 @@ def test_every_token_is_of_its_mask_and_the_end_is_a_stop(mode: str) -> None:
         assert (stats.ended, stats.pages_leased, stats.live) == ({"stop": 1}, 0, 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     sets=st.lists(st.lists(st.integers(0, 126), min_size=1, max_size=20), min_size=1, max_size=6),

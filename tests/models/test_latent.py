@@ -74,6 +74,7 @@ def test_a_config_that_contradicts_tensors_is_refused(
     refusal(spoiled_folder(tmp_path, tiny_files, name=name, config=lambda c: c.update({key: value})))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eager", "loop"])
 @pytest.mark.parametrize(
     ("name", "storage"), [("deepseek-v3", "F32"), ("deepseek-v2-lite", "F32"), ("glm-4.7-flash", "F16")]

@@ -146,6 +146,7 @@ def test_the_limit_reads_ids_in_every_form() -> None:  # SR-4, S-19
         assert error.index == 1
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None)
 @given(
     st.lists(st.tuples(st.lists(st.integers(-1, 5), min_size=1, max_size=3, unique=True), st.booleans()), min_size=1),
