@@ -33,7 +33,9 @@ class PagedSequence:
     n_held: int = 0  # positions in memory
     segments: Sequence[int] = ()  # of an encoder's pair of texts, which of the two each token is of
     begins_at: StateSnapshot | None = None  # states that its slot is to have before its next part
-    least: int = 0  # the fewest positions after which it can be continued: windows of earlier ones were not copied
+    resumes_from: int = (
+        0  # the fewest positions after which it can be continued: windows of earlier ones were not copied
+    )
 
     @property
     def n_left(self) -> int:
@@ -57,7 +59,7 @@ class KeptSequence:
     tokens: Sequence[int]
     slot: int | None
     rope_set: int
-    least: int
+    resumes_from: int
 
 
 class PagedSequences:
@@ -96,18 +98,18 @@ class PagedSequences:
         lease = self.reserve.open(tokens, n_positions, all_now=all_now, begin=begin, rope_set=rope_set)
         if lease is None:
             return None
-        least = 0 if kept is None or self._kept is None else self._kept.least
+        resumes_from = 0 if kept is None or self._kept is None else self._kept.resumes_from
         # The new sequence takes the place of the kept one, or its state will be overwritten.
         if kept is not None or (self._recurs and self._kept is not None and self._kept.slot == slot):
             self.forget()
         n_held = 0 if kept is None else n_held
-        return PagedSequence(tokens, lease, shared and kept is None, slot, n_held, segments, least=least)
+        return PagedSequence(tokens, lease, shared and kept is None, slot, n_held, segments, resumes_from=resumes_from)
 
     def keep(self, sequence: PagedSequence, tokens: Sequence[int], n_written: int) -> None:
         """Release its pages, but keep those of its first tokens until they are needed, unless the loop has written
         over some of them: it has written `n_written` positions."""
         self.reserve.keep(sequence.lease, len(tokens), n_written)
-        self._kept = KeptSequence(tuple(tokens), sequence.slot, sequence.lease.rope_set, sequence.least)
+        self._kept = KeptSequence(tuple(tokens), sequence.slot, sequence.lease.rope_set, sequence.resumes_from)
 
     def forget(self) -> None:
         """Drop the kept sequence."""
@@ -195,7 +197,7 @@ class PagedSequences:
     def fill(self, sequence: PagedSequence) -> None:
         """All its positions are about to be copied into its pages; of a window, those that the last one sees."""
         sequence.n_held = len(sequence.tokens)
-        sequence.least = 0 if self.reserve.sees_all(sequence.n_held) else sequence.n_held - 1
+        sequence.resumes_from = 0 if self.reserve.sees_all(sequence.n_held) else sequence.n_held - 1
         self.reserve.cover(sequence.lease, sequence.n_held, sequence.n_held)
 
     def close(self, sequence: PagedSequence) -> None:
@@ -213,6 +215,6 @@ class PagedSequences:
             return alike if alike == len(kept.tokens) and kept.slot == slot else 0  # a state cannot be rolled back
         if alike % reserve.page_tokens and alike < len(tokens) and not reserve.is_kept_alone(alike):
             alike -= alike % reserve.page_tokens  # other sequences read the page that would be written
-        if alike < kept.least:
+        if alike < kept.resumes_from:
             return 0
         return alike if alike > reserve.find(tokens, rope_set).n_pages * reserve.page_tokens else 0

@@ -6,12 +6,12 @@ from functools import partial
 from ostinato.models.builder import Builder
 from ostinato.models.family import Family
 from ostinato.models.fields import Description
-from ostinato.models.shape import Shape, common_from_config, common_from_gguf, windows_from_config
+from ostinato.models.shape import Shape, common_from_config, common_from_gguf, windows_from_config, with_biases
 
 
 def shape_from_gguf(f: Description) -> Shape:
     """Files of KORMo go by this name, and have no biases."""
-    return replace(common_from_gguf(f), attention_bias="blk.0.attn_q.bias" in f.tensors)
+    return with_biases(common_from_gguf(f), f)
 
 
 def shape_from_config(c: Description) -> Shape:

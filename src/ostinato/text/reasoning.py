@@ -19,7 +19,7 @@ from ostinato.text.stream import open_end
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tokenizer import Tokenizer
 
-_GEMMA_END: Final = "<channel|>"  # Gemma 4 may reason again behind content, and ends what it did not begin
+_GEMMA_END: Final = "<channel|>"
 
 # The texts before and after the reasoning, and what of them may be control tokens.
 _MARKS: Final = (
@@ -60,15 +60,20 @@ class Reasoning:
         """Whether a prompt ends inside the reasoning: its template began it for the model."""
         return prompt.rfind(self.begin) > prompt.rfind(self.end) and prompt.rstrip().endswith(self.begin)
 
+    @property
+    def again(self) -> bool:
+        """Whether the model may reason again behind content, and ends what it did not begin: Gemma 4."""
+        return self.end == _GEMMA_END
+
     def parser(self, prompt: str) -> Parser:
         """A parser of an answer to this prompt, whose end may have begun the reasoning already."""
-        return ReasoningParser(self.begin, self.end, inside=self.is_open(prompt), again=self.end == _GEMMA_END)
+        return ReasoningParser(self.begin, self.end, inside=self.is_open(prompt), again=self.again)
 
     def continued(self, text: str) -> Parser | None:
         """A parser of what continues an answer that began with this text; None if its reasoning is over."""
         if text.rfind(self.begin) <= text.rfind(self.end):
             return None
-        return ReasoningParser(self.begin, self.end, inside=True, fresh=False, again=self.end == _GEMMA_END)
+        return ReasoningParser(self.begin, self.end, inside=True, fresh=False, again=self.again)
 
     def before(self, sampling: Sampling, prompt: str, *, calls: bool = False) -> Sampling:
         """`sampling` whose answer may think before it follows its rule; it must if the prompt began the reasoning.

@@ -32,7 +32,7 @@ ROLES = ("system", "user", "assistant", "tool")
 # Phi's results of tools; its template prints this role as it does every other.
 PHI_RESULT = "tool_response"
 _CALL = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": {}}}
-_RESULT_OF = {"name": "look", "tool_call_id": "call12345"}
+_RESULT_OF = {"name": "look", "tool_call_id": _CALL["id"]}
 _USER: dict[str, Any] = {"role": "user", "content": "hi"}
 _REPLY: dict[str, Any] = {"role": "assistant", "content": "hello"}
 _CALLING: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
