@@ -22,8 +22,8 @@ for its instructions and assembled for the GPU that is there.
 Checks of single lessons (E, docs/rules.md) are in the part nearest to them (`bench/gpu_executor.py`).
 Each check prints a line as it ends, PASS, FAIL, MISS (a figure under its bar) or SKIP with the reason; then a note as
 one line of JSON, and the summary. Ends with 1 where something FAILed. `--device cpu` runs the same code over tiny
-models, to try the script itself. Needs torch, triton, numpy, tokenizers, cuda-core and cuda-bindings; transformers
-where it is compared.
+models, to try the script itself. Needs torch, triton, numpy, tokenizers, cuda-core and cuda-bindings, for small models
+gguf and transformers too, and for `server` what the server needs.
 """
 
 from __future__ import annotations
