@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -61,7 +63,7 @@ class Ended:
     records: tuple[Record, ...]
     error: str | None
     seconds: float
-    started: bool = True  # False: the part's time was over before its turn came
+    cut: bool = False  # the part's time was over before it ended, or before its turn came
 
     def of(self, what: str) -> list[Record]:
         """The records of one kind."""
@@ -76,6 +78,7 @@ class Setting:
     model: str | None
     deadline: float  # of time.monotonic
     trace: Callable[[str], None]
+    running: set[subprocess.Popen[str]] = field(default_factory=set)  # kept by `run_child`: an interrupt ends them
 
     @property
     def on_gpu(self) -> bool:
@@ -107,7 +110,7 @@ def run_child(
     """Do a job in a process of its own. `heard` is told each line that the child says to its parent."""
     seconds = min(job.seconds, setting.left)
     if seconds <= 1:
-        return Ended(job, (), "the part's time was over", 0.0, started=False)
+        return Ended(job, (), "the part's time was over", 0.0, cut=True)
     began = time.monotonic()
     records: list[Record] = []
     words = json.dumps({"device": setting.device, "work": job.work, "words": dict(job.words)})
@@ -119,13 +122,15 @@ def run_child(
         errors="replace",
         cwd=ROOT,
         env=child_environment(setting),
+        start_new_session=True,  # a child's own processes end with it: they hold its output open
     )
     assert process.stdout is not None
+    setting.running.add(process)
     late = threading.Event()
 
     def end() -> None:
         late.set()
-        process.kill()
+        kill_group(process)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
@@ -143,8 +148,8 @@ def run_child(
         code = process.wait()
     finally:
         timer.cancel()
-        if process.poll() is None:
-            process.kill()
+        kill_group(process)
+        setting.running.discard(process)
         process.stdout.close()
     spent = time.monotonic() - began
     error = None
@@ -154,7 +159,13 @@ def run_child(
         error = f"exit {code}: {_short(tail)}"
     if error is not None:
         setting.trace("\n".join([f"  {job.work} {dict(job.words)}:", *(f"  | {line}" for line in tail)]))
-    return Ended(job, tuple(records), error, spent)
+    return Ended(job, tuple(records), error, spent, cut=late.is_set() and seconds < job.seconds)
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    """End what is left of a child and of the processes that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def child_environment(setting: Setting) -> dict[str, str]:
@@ -217,14 +228,20 @@ def run_checks(checks: Sequence[Check], setting: Setting, n_beside: int) -> Iter
                 planned.append((check, [pool.submit(_run, setting, check, job) for job in check.jobs(setting)]))
             except Exception as error:  # what was planned wrongly is one check's failure
                 planned.append((check, repr(error)))
-        for check, futures in planned:
-            if isinstance(futures, str):
-                yield Outcome("FAIL", check.name, futures)
-            elif not check.alone:
-                yield from _judged(setting, check, [future.result() for future in futures])
-        for check, _ in planned:
-            if check.alone:
-                yield from _run_alone(setting, check)
+        try:
+            for check, futures in planned:
+                if isinstance(futures, str):
+                    yield Outcome("FAIL", check.name, futures)
+                elif not check.alone:
+                    yield from _judged(setting, check, [future.result() for future in futures])
+            for check, _ in planned:
+                if check.alone:
+                    yield from _run_alone(setting, check)
+        except BaseException:  # an interrupt: children have sessions of their own, and do not hear of it
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in tuple(setting.running):
+                kill_group(process)
+            raise
 
 
 def _run_alone(setting: Setting, check: Check) -> Sequence[Outcome]:
@@ -242,8 +259,16 @@ def _run(setting: Setting, check: Check, job: Job) -> Ended:
 
 
 def _judged(setting: Setting, check: Check, ended: Sequence[Ended]) -> Sequence[Outcome]:
-    if ended and not any(one.started for one in ended):
-        return [Outcome("SKIP", check.name, "the part's time was over before its turn came (--seconds)")]
+    """Of a check that the part's time cut off, what failed until then, and that it was cut off."""
+    whole = [one for one in ended if not one.cut]
+    if n_cut := len(ended) - len(whole):
+        reason = f"the part's time was over before {n_cut} of {len(ended)} children had ended (--seconds)"
+        failed = [one for one in _outcomes(setting, check, whole) if one.verdict == "FAIL"] if whole else []
+        return [*failed, Outcome("SKIP", check.name, reason)]
+    return _outcomes(setting, check, ended)
+
+
+def _outcomes(setting: Setting, check: Check, ended: Sequence[Ended]) -> Sequence[Outcome]:
     try:
         return check.judge(setting, ended)
     except Exception as error:

@@ -50,8 +50,8 @@ DEADLINE_S: Final = 60.0
 CANARY: Final = 12_345.0  # behind an output, where nothing may be written
 CONTEXT: Final = 2_048
 LONGEST: Final = 8_192  # the context of attacks, where the model has it: the loop still runs when the last has come
-WHOLE_SHARE: Final = 0.95  # of the pace of streams that complete answers have at least
-SERVED_TOKENS, SERVED_ROUNDS, CLIENTS = 400, 5, 4
+WHOLE_SHARE: Final = 0.95  # of the pace of streams that complete answers have at least, by the median of rounds
+SERVED_TOKENS, SERVED_ROUNDS, CLIENTS = 800, 20, 4  # a round takes a tenth of a second: some are slow by chance
 _REFUSALS: Final = (DecodeInvariantError, ValueError)  # numpy's own for its arrays is a ValueError
 
 
@@ -652,13 +652,15 @@ def server(device: str, *, mode: str) -> Iterator[Record]:
             right = right and (device == "cpu" or mode in kept)
             said = lines[compared] if right and compared is not None else lines[-5:]
             yield _lesson("E-28", right, f"{mode}: {said}; kept for {kept}")
-            paces = {stream: _paces(url, stream) for stream in (True, False)} if url else {}
+            paces = _paces(url) if url else [(0.0, 0.0)]
         finally:
             process.send_signal(signal.SIGTERM)
             code = process.wait(DEADLINE_S)
-    streams, whole = (statistics.median(paces.get(stream, [0.0])) for stream in (True, False))
-    value = f"{mode}: {CLIENTS} at once, streams {streams:,.0f} tok/s, complete answers {whole:,.0f}; exit {code}"
-    yield _lesson("E-73", code == 0 and whole >= WHOLE_SHARE * streams > 0, value)
+    streams, whole = (statistics.median(column) for column in zip(*paces, strict=True))
+    share = statistics.median(whole / streams if streams else 0.0 for streams, whole in paces)
+    value = f"{mode}: {CLIENTS} at once, streams {streams:,.0f} tok/s, complete answers {whole:,.0f}, "
+    value += f"{share:.2f} of it by the median of {len(paces)} rounds; exit {code}"
+    yield _lesson("E-73", code == 0 and share >= WHOLE_SHARE, value)
     yield _choices(device)
 
 
@@ -696,8 +698,16 @@ def _results(file: Path) -> list[dict[str, Any]]:
     return [one for one in found.get("results", ()) if "mode" in one] if isinstance(found, dict) else []
 
 
-def _paces(url: str, stream: bool) -> list[float]:
-    """Tokens a second of some clients at once, round by round; the first warms."""
+def _paces(url: str) -> list[tuple[float, float]]:
+    """Tokens a second of some clients at once, by streams and by complete answers, in every round; one more warms."""
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        rounds = [
+            (_pace(clients, url, stream=True), _pace(clients, url, stream=False)) for _ in range(1 + SERVED_ROUNDS)
+        ]
+    return rounds[1:]
+
+
+def _pace(clients: ThreadPoolExecutor, url: str, *, stream: bool) -> float:
     message = {"role": "user", "content": "hello"}
     asked = {"messages": [message], "max_tokens": SERVED_TOKENS, "temperature": 0, "ignore_eos": True, "stream": stream}
     asked |= {"stream_options": {"include_usage": True}} if stream else {}
@@ -709,13 +719,9 @@ def _paces(url: str, stream: bool) -> list[float]:
         with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
             return int(re.findall(rb'"completion_tokens": ?(\d+)', answer.read())[-1])
 
-    paces = []
-    with ThreadPoolExecutor(CLIENTS) as clients:
-        for _ in range(SERVED_ROUNDS + 1):
-            started = time.perf_counter()
-            n_tokens = sum(clients.map(ask, range(CLIENTS)))
-            paces.append(n_tokens / (time.perf_counter() - started))
-    return paces[1:]
+    started = time.perf_counter()
+    n_tokens = sum(clients.map(ask, range(CLIENTS)))
+    return n_tokens / (time.perf_counter() - started)
 
 
 # The checks

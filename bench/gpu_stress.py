@@ -158,7 +158,7 @@ def run_calls(setting: Setting, job: Job) -> Ended:
     first = 0 if setting.on_gpu else len(counters())
     for counter in range(first, len(counters()) + 1):
         ended = run_child(setting, replace(job, words={**job.words, "counter": counter}))
-        if ended.error is None or not ended.started:
+        if ended.error is None or ended.cut:
             break
     return ended
 

@@ -365,8 +365,7 @@ def _admission_jobs(setting: Setting) -> list[Job]:
 
 
 def _warm_jobs(setting: Setting) -> list[Job]:
-    """The longest first: they end last."""
-    return [Job("tape_warm", {"shape": shape, "type": type}, 150) for shape, type, *_ in reversed(BARS)]
+    return [Job("tape_warm", {"shape": shape, "type": type}, 150) for shape, type, *_ in BARS]
 
 
 def _only_on_gpu(jobs: Any) -> Any:
@@ -396,7 +395,7 @@ CHECKS: Final = (
     Check("tape", "tape-argmax", _only_on_gpu(_argmax_jobs), judge_argmax),
     Check("tape", "tape-int8", _only_on_gpu(_int8_jobs), judge_int8),
     Check("tape", "tape-trials", _only_on_gpu(_trial_jobs), lambda s, e: judge_trials(s, e, "tape-trials")),
-    Check("tape", "tape-warm", _only_on_gpu(_warm_jobs), judge_warm),
+    Check("tape", "tape-warm", _only_on_gpu(_warm_jobs), judge_warm, alone=True),
     Check("tape", "tape-sanitizer", _only_on_gpu(_sanitizer_jobs), judge_sanitized, run=run_sanitized),
     Check("tape", "tape-admissions", _only_on_gpu(_admission_jobs), judge_admissions, alone=True),
     Check("tape", "tape-yield", _one("tape_yield", 90, **_YIELD), judge_yield, alone=True),

@@ -128,6 +128,62 @@ def test_a_check_whose_turn_comes_after_the_parts_time_is_skipped() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("part_s", "job_s", "cut"), [(60.0, 1.5, False), (1.5, 60.0, True)])
+def test_a_child_that_runs_too_long_ends_with_the_processes_that_it_started(
+    part_s: float, job_s: float, cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have its output, which its parent reads to the end."""
+    child = tmp_path / "child"
+    child.write_text("#!/bin/sh\nsleep 60 &\nsleep 60\n")
+    child.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(child))
+    started = time.monotonic()
+    found = gpu_frame.run_child(setting(part_s), Job("none", seconds=job_s))
+    assert time.monotonic() - started < 30
+    assert (found.error is not None, found.cut) == (True, cut)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_of_a_check_that_the_parts_time_cuts_off_only_failures_count(alone: bool) -> None:
+    def judge(_: Setting, ended: Sequence[Ended]) -> Sequence[Outcome]:
+        assert not any(one.cut for one in ended)
+        return [Outcome("PASS", "first", "as it should be"), Outcome("FAIL", "second", "not so")]
+
+    def found(*cut: bool) -> list[str]:
+        jobs = [Job("none", {"cut": one}) for one in cut]
+        run = lambda setting, job: Ended(job, (), None, 1.0, cut=job.words["cut"])  # noqa: E731 - no child
+        check = Check("exact", "check", lambda _: jobs, judge, alone=alone, run=run)
+        return [outcome.verdict for outcome in gpu_frame.run_checks([check], setting(), 2)]
+
+    assert found(False, False) == ["PASS", "FAIL"]
+    assert found(False, True) == ["FAIL", "SKIP"]
+    assert found(True, True) == ["SKIP"]
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_the_children_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = tmp_path / "child"
+    child.write_text("#!/bin/sh\nexec sleep 60\n")
+    child.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(child))
+    asked = setting()
+
+    def interrupt(_: Setting, __: Sequence[Ended]) -> Sequence[Outcome]:
+        while not asked.running:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    nothing = lambda setting, job: ended(job.work)  # noqa: E731 - no child
+    first = Check("exact", "first", lambda _: [Job("none")], interrupt, run=nothing)
+    second = Check("exact", "second", lambda _: [Job("none")], lambda _, __: [])
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        list(gpu_frame.run_checks([first, second], asked, 2))
+    assert time.monotonic() - started < 30
+    assert not asked.running
+
+
+@pytest.mark.slow
 def test_a_child_that_fails_gives_what_it_said_before_and_why_it_failed() -> None:
     job = Job("trials", {"name": "no such model", "type": "f32", "n": 1, "seed": 1, "seconds": 1.0})
     found = gpu_frame.run_child(setting(device="cpu"), job)
@@ -434,13 +490,16 @@ def test_memory_that_grows_with_a_prompt_fails_unless_it_is_its_keys_and_values(
     assert judged(512 << 20) == "FAIL"
 
 
+HOST: dict[str, object] = {"threads": 8, "host_bytes_s": 60e9, "windows_s": 0.01}
+
+
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [({}, "PASS"), ({"pieces": 2}, "FAIL"), ({"aligned": False}, "FAIL"), ({"bytes": 2000}, "FAIL")],
 )
 def test_weights_in_several_pieces_or_wider_than_in_the_file_fail(changes: dict[str, object], verdict: str) -> None:
     """E-16, E-22."""
-    rates = {"what": "upload", "bytes": 1000, "bytes_s": [40e9], "pinned_bytes_s": 50e9}
+    rates = {"what": "upload", "bytes": 1000, "bytes_s": [40e9], "pinned_bytes_s": 50e9, **HOST}
     laid = {"what": "loaded", "file_bytes": 1000, "pieces": 1, "aligned": True, "bytes": 1001, **changes}
     found = gpu_executor.judge_upload(setting(), [ended("upload", laid, rates)])
     assert [(one.name, one.verdict) for one in found] == [("upload", "PASS"), ("upload-laid", verdict)]
@@ -453,7 +512,7 @@ def test_figures_of_the_executor_are_held_to_their_bars() -> None:
         return [outcome.verdict for outcome in judge(setting(), [ended("work", *records)])]
 
     for rate, verdict in ((40e9, "PASS"), (10e9, "MISS")):
-        record = {"what": "upload", "bytes": 1, "bytes_s": [rate], "pinned_bytes_s": 50e9}
+        record = {"what": "upload", "bytes": 1, "bytes_s": [rate], "pinned_bytes_s": 50e9, **HOST}
         assert judged(gpu_executor.judge_upload, record) == [verdict]
     for narrow, verdict in ((10.04, "PASS"), (10.06, "FAIL")):
         found = {"perplexity": {"f16": 10.0, "q8_0": narrow}, "bytes": {"f16": 64, "q8_0": 34}, "n_tokens": 9}
