@@ -104,10 +104,10 @@ current. Every family also runs in torch (`eager`). [Adding a family](add-a-fami
   tokens of transformers; *llama.cpp* says that it reads the same GGUF file as the same model and decodes the
   same 64 greedy tokens (but for ties within its rounding; `make soak` runs all of them).
 - **CPU loop**, **CUDA loop**, **tape**: *yes*, or the note that says which block prevents it there. The CUDA
-  loop and the [tape](tape.md) are shown on a GPU by `make test-gpu`. On an H200 37 small models of the
-  families with a *yes* ran in two types on 2026-11-19, with equal bits in `eager`, `graph` and `loop`, latent
+  loop and the [tape](tape.md) are shown on a GPU by `make test-gpu`. On an H200 66 small models of all
+  families with a *yes* ran in two types on 2026-11-20, with equal bits in `eager`, `graph` and `loop`, latent
   attention and recurrent layers among them; and 41 models ran on the tape, granite, smollm3, mistral3, glm4
-  (GLM-4 9B's sizes too), gemma, gemma2 and gemma3 among them ([note](lab/gpu-check.md)).
+  (GLM-4 9B's sizes too), gemma, gemma2 and gemma3 among them ([note](lab/gpu-whole.md)).
 - **tokenizer**: *ids* of the published vocabulary are compared; *splits*: the pre-tokenizer of that name is
   compared over a synthetic vocabulary; *kind*: SentencePiece-style, compared over Llama 2's vocabulary, with
   the blanks and tags of Gemma too ([tokenizers.md](tokenizers.md)). **template**: a published chat template
