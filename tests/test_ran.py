@@ -1,6 +1,5 @@
 """The lists of what ran on a card agree with the lab's data."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
