@@ -83,7 +83,10 @@ def test_closing_ends_everybody_once_and_twice_is_no_harm() -> None:
     with pytest.raises(BadInput, match="closed"):
         engine.submit(prompt(1, 5), SHORT)
     running[0].cancel()
-    assert engine.stats().ended == {"cancelled": 5}
+    stats = engine.stats()
+    assert stats.ended == {"cancelled": 5}
+    assert (stats.live, stats.prefilling, stats.waiting, stats.pages_leased) == (0, 0, 0, 0)
+    assert {slot.state for slot in engine.slots()} == {"free"}
 
 
 def test_closing_waits_for_the_chunk_that_is_under_way() -> None:
@@ -97,6 +100,7 @@ def test_closing_waits_for_the_chunk_that_is_under_way() -> None:
     gate.open()
     closing.join(DEADLINE_S)
     assert not closing.is_alive()
+    assert (engine.stats().prefilling, engine.stats().pages_leased) == (0, 0)
 
 
 @pytest.mark.slow

@@ -218,6 +218,7 @@ def test_an_engine_that_closes_or_dies_leaves_no_thread_waiting(kind: MemoryKind
             for thread in threads:
                 thread.join(60)
                 assert not thread.is_alive()
+        assert engine.stats().pages_leased == 0
     assert len(told) == 6
 
 

@@ -562,6 +562,12 @@ class Scheduler:
             self._runner.close()
         except (DecodeInvariantError, EngineDead) as error:  # waiting requests already have their errors
             self.fault = self.fault or str(error)
+        for sequence in filter(None, tuple(self._slots)):  # the counters of a closed engine say that nothing runs
+            sequence.answer.clear()  # a closed engine keeps no sequence
+            self._release(sequence)
+        for active in tuple(self._works):
+            self._drop(active)
+        self._prompts.clear()
 
     def _active(self) -> list[Request | Work]:
         running = [sequence.request for sequence in self._slots if sequence is not None]
