@@ -96,6 +96,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="of an earlier run; without it another one each time")
     parser.add_argument("--part", choices=PARTS, action="append", help="only this part; may be repeated")
     given = parser.parse_args()
+    if not (0 < given.seconds < float("inf") and given.admissions > 0):
+        parser.error("--seconds and --admissions are above 0: a part that does nothing finds nothing")
     seed = random.SystemRandom().randrange(2**31) if given.seed is None else given.seed
     print(f"seed {seed}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended, too

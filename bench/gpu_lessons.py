@@ -234,6 +234,8 @@ ATTACKS: Final[Mapping[str, tuple[str, Callable[[LoopDriver], object]]]] = {
     "another plan": ("I-7", lambda d: setattr(d.runner, "plan", replace(d.runner.plan, constants="other"))),
     "other weights": ("I-7", lambda d: setattr(d.runner, "plain_model", replace(d.runner.plain_model))),
     "the host takes part": ("I-8", lambda d: d.runner.decode_mode.step()),
+    "the host runs a node": ("I-8", lambda d: d.runner.plan.nodes[0].run()),
+    "a buffer is zeroed": ("I-5", lambda d: d.runner.plan.buffer("logits").zero(d.runner.guard)),
     "decode mode is entered again": ("I-9", lambda d: d.runner.decode_mode.enter()),
 }
 

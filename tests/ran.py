@@ -40,6 +40,7 @@ class Ran(NamedTuple):
     verdict: str
     date: str
     facts: dict[str, Any]
+    run: int = 0  # which line of data it is from: one line may have several outcomes of a name
 
 
 @cache
@@ -50,11 +51,11 @@ def outcomes() -> tuple[Ran, ...]:
 
 def _outcomes() -> Iterator[Ran]:
     notes = [json.loads(line) for path in sorted(DATA.glob("*.jsonl")) for line in path.read_text("utf-8").splitlines()]
-    for note in sorted(notes, key=lambda one: one["date"]):
+    for run, note in enumerate(sorted(notes, key=lambda one: one["date"])):
         _, found, rest = note["command"].partition("gpu_check --part ")
         if found and "as_if" not in note:
             for one in note.get("outcomes", ()):
-                yield Ran(rest.split()[0], one["name"], one["verdict"], note["date"], one.get("facts", {}))
+                yield Ran(rest.split()[0], one["name"], one["verdict"], note["date"], one.get("facts", {}), run)
 
 
 def last_run(check: str) -> str | None:
@@ -63,8 +64,8 @@ def last_run(check: str) -> str | None:
     part, name = check.split(" ")
     names = _NAMES.get(check, (name,))
     found = [one for one in outcomes() if one.part == part and _is_of(one.name, names) and one.verdict != "SKIP"]
-    latest = {one.name: one for one in found}
-    if failed := [one.date for one in latest.values() if one.verdict == "FAIL"]:
+    latest = {one.name: one.run for one in found}
+    if failed := [one.date for one in found if one.verdict == "FAIL" and one.run == latest[one.name]]:
         return f"failed {max(failed)}"
     return max([*(one.date for one in found), *filter(None, [_NOTED.get(check)])], default=None)
 

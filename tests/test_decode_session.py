@@ -225,6 +225,24 @@ def test_a_slot_that_is_taken_is_cancelled_by_its_number_alone(session: DecodeSe
     assert {one.slot: one.finish_reason for one in session.tokens()} == {0: "length", 1: "cancelled"}
 
 
+def test_another_thread_exits_and_closes_for_one_that_has_ended(path: Path) -> None:
+    def enter() -> DecodeSession:
+        session = DecodeSession(path, device="cpu", slots=1, context=256, threads=1)
+        session.enter()
+        session.admit([5, 9, 2], GREEDY)
+        return session
+
+    with ThreadPoolExecutor(1) as pool:
+        session = pool.submit(enter).result()
+        with pytest.raises(BadInput, match="for the thread that opened it"):
+            session.exit()
+    with pytest.raises(BadInput, match="for the thread that opened it"):
+        session.trigger()
+    session.exit()
+    session.close()
+    assert not session.entered
+
+
 def test_calls_of_another_thread_are_refused_and_change_nothing(session: DecodeSession, path: Path) -> None:
     session.admit("the sea", GREEDY)
     calls: tuple[Callable[[], object], ...] = (

@@ -50,16 +50,20 @@ def test_the_last_outcome_of_each_name_says_when_a_check_ran_and_whether_it_fail
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = [
-        ("lab", "a", "PASS", "1"),
-        ("lab", "a-b", "MISS", "2"),
-        ("lab", "ab", "FAIL", "3"),
-        ("lab", "ab", "PASS", "4"),
-        ("lab", "c", "PASS", "5"),
-        ("lab", "c", "FAIL", "6"),
-        ("lab", "d", "SKIP", "7"),
+        ("lab", "a", "PASS", "1", 1),
+        ("lab", "a-b", "MISS", "2", 2),
+        ("lab", "ab", "FAIL", "3", 3),
+        ("lab", "ab", "PASS", "4", 4),
+        ("lab", "c", "PASS", "5", 5),
+        ("lab", "c", "FAIL", "6", 6),
+        ("lab", "d", "SKIP", "7", 7),
+        ("lab", "e", "FAIL", "8", 8),
+        ("lab", "e", "PASS", "8", 8),  # another outcome of the same run
     ]
-    monkeypatch.setattr("tests.ran.outcomes", lambda: (Ran(*one, {}) for one in found))
-    assert [last_run(f"lab {name}") for name in ("a", "ab", "b", "c", "d")] == ["2", "4", None, "failed 6", None]
+    ran = [Ran(part, name, verdict, date, {}, run) for part, name, verdict, date, run in found]
+    monkeypatch.setattr("tests.ran.outcomes", lambda: ran)
+    said = [last_run(f"lab {name}") for name in ("a", "ab", "b", "c", "d", "e")]
+    assert said == ["2", "4", None, "failed 6", None, "failed 8"]
     assert last_run("tape a") is None
     assert last_run("lab session") == "2026-11-18"
 

@@ -169,7 +169,7 @@ class DecodeSession:
     def exit(self) -> None:
         """Wait for the loop to end, check that nothing has changed, and leave decode mode. Tokens that were not read
         can still be read."""
-        self._check_usable()
+        self._check_usable(leaving=True)
         self._runner.decode_mode.exit()
 
     def step(self) -> None:
@@ -293,8 +293,7 @@ class DecodeSession:
         """Release memory and threads. Refused in decode mode, whose executable lives as long as it (I-3)."""
         if self._closed or not self._opened:
             return
-        if self._thread.is_alive():
-            self._check_thread()
+        self._check_thread(leaving=True)
         if self.entered:
             raise DecodeInvariantError("I-3", "closing a session is not allowed while decode mode is on; exit it first")
         self._closed = True
@@ -310,7 +309,7 @@ class DecodeSession:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._closed or not self._opened:
             return
-        self._check_thread()
+        self._check_thread(leaving=True)
         if error is not None:
             self._runner.host.set_yield(True)  # the caller has left: end at the next step boundary
         try:
@@ -320,14 +319,15 @@ class DecodeSession:
 
     # Inside
 
-    def _check_usable(self) -> None:
+    def _check_usable(self, *, leaving: bool = False) -> None:
         self._opened.check()
-        self._check_thread()
+        self._check_thread(leaving=leaving)
         if self._closed:
             raise BadInput("this session is closed; open another one")
 
-    def _check_thread(self) -> None:
-        if threading.current_thread() is not self._thread:
+    def _check_thread(self, *, leaving: bool = False) -> None:
+        """`leaving`: another thread may exit and close for one that has ended."""
+        if threading.current_thread() is not self._thread and not (leaving and not self._thread.is_alive()):
             raise BadInput(
                 "a session is for the thread that opened it; open one in this thread, or use AsyncLLM or LLM"
             )

@@ -88,8 +88,33 @@ def test_the_modes_are_drawn_and_the_others_have_their_reason(ostinato: RunCli, 
     assert json.loads(ran.out)["why_not"] == {}
     drawn = (tmp_path / "modes.svg").read_text()
     assert all(f">{mode}</text>" in drawn for mode in ("eager", "loop"))
-    refused = ostinato("lab", "decode", *few, "--plot", tmp_path)
-    assert (refused.code, "cannot be written" in refused.err) == (2, True)
+
+
+@pytest.mark.parametrize("verb", ["decode", "tape"])
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_measured(
+    verb: str, ostinato: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ostinato.cli.lab._machine", lambda device: pytest.fail("it was measured"))
+    (tmp_path / "folder.svg").mkdir()
+    (tmp_path / "file").write_text("")
+    for name, words in (
+        ("x.png", "a file that ends in .svg"),
+        ("x", "a file that ends in .svg"),
+        ("folder.svg", "is a folder"),
+        ("file/x.svg", "its folder cannot be made"),
+    ):
+        refused = ostinato("lab", verb, "--plot", tmp_path / name)
+        assert (refused.code, words in refused.err, "--plot" in refused.err) == (2, True, True), refused.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.svg"]
+
+
+@pytest.mark.slow
+def test_a_picture_that_cannot_be_written_after_all_loses_no_figures(ostinato: RunCli, tmp_path: Path) -> None:
+    few = ("--shape", "tiny", "--n-prompt", "4", "--n-gen", "4", "--device", "cpu", "--json")
+    (tmp_path / "x.svg").symlink_to("/dev/full")
+    ran = ostinato("lab", "decode", *few, "--plot", tmp_path / "x.svg")
+    assert (ran.code, "cannot be written" in ran.err) == (2, True), ran.err
+    assert json.loads(ran.out)["decode"]
 
 
 @pytest.mark.parametrize(

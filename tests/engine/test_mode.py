@@ -17,7 +17,7 @@ from ostinato.backends.cuda.kernels import triton_kernels
 from ostinato.backends.machine import TUNED
 from ostinato.backends.native.start import NativeLoop
 from ostinato.backends.torch.kernels import twin_kernels
-from ostinato.errors import DecodeInvariantError, EngineDead, HardwareCannot, PlanStale
+from ostinato.errors import DecodeInvariantError, EngineDead, HardwareCannot, InternalError, PlanStale
 from ostinato.loop.guard import Guard, chain_of
 from ostinato.loop.host import Admission
 from ostinato.loop.layout import MAX_STOP_IDS, End, Fault, Finish, Word
@@ -41,8 +41,8 @@ def driver() -> Iterator[Driver]:
     made.runner.start.close()
 
 
-def undisturbed() -> list[int]:
-    alone = open_loop()
+def undisturbed(opened: Callable[[], Driver] = open_loop) -> list[int]:
+    alone = opened()
     generation = alone.admit(0, PROMPT, most=24)
     alone.run()
     alone.runner.close()
@@ -74,6 +74,8 @@ ATTACKS: dict[str, tuple[str, Callable[[Driver], object]]] = {
     "another plan is put in place": ("I-7", lambda d: setattr(d.runner, "plan", replace(d.runner.plan, constants="o"))),
     "the weights are exchanged": ("I-7", lambda d: setattr(d.runner, "model", replace(d.runner.model))),
     "the host takes part in a step": ("I-8", lambda d: d.runner.decode_mode.step()),
+    "the host runs a node": ("I-8", lambda d: d.runner.plan.nodes[0].run()),
+    "a buffer is zeroed": ("I-5", lambda d: d.runner.plan.buffer("logits").zero(d.runner.guard)),
     "decode mode is entered twice": ("I-9", lambda d: d.runner.decode_mode.enter()),
     "decode mode is entered by another lock": ("I-9", lambda d: second_mode(d).enter()),
 }
@@ -165,6 +167,35 @@ def test_between_enter_and_exit_nothing_that_the_host_sees_can_be_written(opened
                     part.flags.writeable = True
     runner.decode_mode.exit()
     write(runner.tables.table["position"])
+    runner.close()
+
+
+@pytest.mark.parametrize("opened", ["native", *OF_TORCH])
+def test_between_enter_and_exit_the_host_runs_no_node_and_zeroes_no_buffer(opened: str) -> None:
+    """I-5, I-8: before the loop is triggered, too. Outside it may; weights are never zeroed (E-15)."""
+    driver = OPENED[opened]()
+    runner, nodes = driver.runner, len(driver.runner.plan.nodes)
+    generation = driver.admit(0, PROMPT, most=24)
+    runner.decode_mode.enter()
+    plan = runner.plan
+    assert len(plan.nodes) == nodes
+    for node in plan.nodes:
+        with pytest.raises(DecodeInvariantError, match="running the node") as refused:
+            node.run()
+        assert refused.value.invariant == "I-8"
+    for buffer in plan.buffers:
+        with pytest.raises(DecodeInvariantError, match="zeroing the buffer") as refused:
+            buffer.zero(runner.guard)
+        assert refused.value.invariant == "I-5"
+    runner.decode_mode.trigger()
+    driver.wait()
+    runner.decode_mode.exit()
+    assert driver.tokens(generation) == undisturbed(OPENED[opened])
+    runner.plan.buffer("logits").zero(runner.guard)
+    assert not np.any(stray(runner.plan.buffer("logits").tensor))
+    for buffer in runner.plan.weights:
+        with pytest.raises(InternalError, match="holds weights"):
+            buffer.zero(runner.guard)
     runner.close()
 
 

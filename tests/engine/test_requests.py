@@ -379,7 +379,7 @@ def test_a_step_that_fails_is_fatal_too(mode: str) -> None:
         if mode == "loop":
             engine.runner.start._native.run_loop = fails  # type: ignore[attr-defined]  # of the native loop
         else:
-            object.__setattr__(engine.runner.plan.nodes[1], "run", fails)
+            object.__setattr__(engine.runner._plan.nodes[1], "run", fails)
         request = engine.submit(prompt(1, 5), SHORT)
         with pytest.raises(EngineDead, match="a bad step"):
             list(request)

@@ -131,8 +131,9 @@ def test_a_kernel_that_runs_twice_leaves_what_it_left_once_unless_it_adds(family
     driver = fused_driver(family_model(family), triton_kernels(TUNED))
     driver.admit(1, PROMPT, most=2)
     driver.run()
+    driver.runner.decode_mode.exit()
     plan = driver.runner.plan
-    driver.runner._shared.table["n_rows"].fill_(1)
+    driver.runner.tables.table["n_rows"].fill_(1)
     added = []
     for node in plan.nodes:
         written = [plan.buffer(name).tensor for name in node.writes]

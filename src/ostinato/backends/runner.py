@@ -77,6 +77,15 @@ class Runner:
         return self._seen if self.guard.locked else self._shared
 
     @property
+    def plan(self) -> Plan:
+        """What a step is; its nodes refuse to be run while decode mode is on (I-8)."""
+        return self._seen_plan if self.guard.locked else self._plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._plan, self._seen_plan = plan, plan.guarded(self.guard)
+
+    @property
     def memory(self) -> Any:
         """What `_memory` gives; not to be had while decode mode is on, where the plan's buffers show what is in it."""
         self.guard.allow("I-5", "taking the memory of keys and values")

@@ -262,8 +262,7 @@ def decode(
     """Measure the engine's own step in every mode: first token, tokens per second, launches and host time per token."""
     from ostinato.lab.picture import decode_picture
 
-    if plot is not None:
-        _check_folder(plot.parent)
+    _check_plot(plot)
     machine = _machine(device)
     shape = shape or DEFAULT_SHAPE[machine.kind]
     model = _model(machine, shape)
@@ -275,13 +274,9 @@ def decode(
     if not as_json:
         _introduce(machine)
         _show_decode(rows)
-    if plot is not None:
-        try:
-            plot.write_text(decode_picture(rows, f"{shape} on {machine.name}: tokens per second, one request"), "utf-8")
-        except OSError as error:
-            raise BadInput(f"--plot {plot}: cannot be written: {error.strerror}") from error
-        talk(f"drawn: {plot}")
     write_json({"decode": rows, "why_not": refused})
+    if plot is not None:
+        _draw(plot, decode_picture(rows, f"{shape} on {machine.name}: tokens per second, one request"))
 
 
 @lab.command()
@@ -296,8 +291,7 @@ def tape(
     as_json: flags.Json = False,
 ) -> None:
     """Show where the time of a persistent kernel's step goes, by the clock marks of its blocks."""
-    if plot is not None:
-        _check_folder(plot.parent)
+    _check_plot(plot)
     machine = _machine(device)
     if machine.kind != "gpu":  # before a model is made in vain
         raise HardwareCannot("the persistent kernel needs CUDA, and this machine has no GPU")
@@ -313,12 +307,6 @@ def tape(
         ]
         last = ("step, without its step boundary", f"{total:.1f}", "", "")
         write_columns([("phase", "us", "share", "blocks begin within us"), *rows, last])
-    if plot is not None:
-        title = (
-            f"{shape} on {machine.name}: {total:.0f} us a step without its step boundary, median of {len(marks)} blocks"
-        )
-        plot.write_text(timeline(found, title), "utf-8")
-        talk(f"drawn: {plot}")
     write_json(
         {
             "model": shape,
@@ -328,6 +316,11 @@ def tape(
             "spreads_us": {phase: own.spread_us for phase, own in shares.items()},
         }
     )
+    if plot is not None:
+        title = (
+            f"{shape} on {machine.name}: {total:.0f} us a step without its step boundary, median of {len(marks)} blocks"
+        )
+        _draw(plot, timeline(found, title))
 
 
 # Machines and models
@@ -485,6 +478,28 @@ def _check_folder(out: Path | None) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"--out {out}: cannot be made: {error.strerror}") from error
+
+
+def _check_plot(plot: Path | None) -> None:
+    """Refuse a picture that could not be written, before anything is measured."""
+    if plot is None:
+        return
+    if plot.suffix.lower() != ".svg":
+        raise BadOption(f"--plot {plot}: pictures of the laboratory are SVG; name a file that ends in .svg")
+    if plot.is_dir():
+        raise BadInput(f"--plot {plot}: is a folder; name a file in it")
+    try:
+        plot.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--plot {plot}: its folder cannot be made: {error.strerror}") from error
+
+
+def _draw(plot: Path, picture: str) -> None:
+    try:
+        plot.write_text(picture, "utf-8")
+    except OSError as error:
+        raise BadInput(f"--plot {plot}: cannot be written: {error.strerror}") from error
+    talk(f"drawn: {plot}")
 
 
 def _keep(found: dict[str, Any], out: Path | None) -> None:

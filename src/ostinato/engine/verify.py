@@ -291,7 +291,7 @@ class Verifier:
         """Admit every case for at most so many tokens, after zeroing all buffers that nodes write, since a step may not
         write all of their elements; `on_admitted` is called after each admission."""
         written = {name for node in driver.runner.plan.nodes for name in node.writes} - {"table"}
-        compare.zero(driver.runner.plan.buffer(name) for name in written)
+        compare.zero((driver.runner.plan.buffer(name) for name in written), driver.runner.guard)
         driver.synchronize()
         for case in self.cases():
             sampling = case.sampling if logprobs is None else replace(case.sampling, logprobs=logprobs)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ostinato.errors import InternalError, PlanStale
+from ostinato.loop.guard import Guard
 from ostinato.loop.memory import address_of, read_only, version_of
 
 
@@ -64,8 +65,11 @@ class Buffer:
                 f"at {address:#x} ({n_bytes} bytes) now; nothing may run on this plan any more",
             )
 
-    def zero(self) -> None:
-        """Set every byte to 0; only outside decode mode."""
+    def zero(self, guard: Guard) -> None:
+        """Set every byte to 0; refused in decode mode, and of weights at any time."""
+        guard.allow("I-5", f"zeroing the buffer {self.name}")
+        if self.is_weight:
+            raise InternalError(f"the buffer {self.name} holds weights, which nothing writes to")
         self._memory[...] = 0
 
 
@@ -86,6 +90,15 @@ class Node:
     @property
     def text(self) -> str:
         return f"{self.name} ({self.kind}): {', '.join(self.reads)} -> {', '.join(self.writes)}"
+
+    def guarded(self, guard: Guard) -> Node:
+        """The same node for the host, which may run it outside decode mode only (I-8)."""
+
+        def run() -> object:
+            guard.allow("I-8", f"running the node {self.name}")
+            return self.run()
+
+        return replace(self, run=run)
 
     def read_bytes(self, n_rows: int) -> float:
         """Bytes of weights that a step of so many rows must read: of routed experts those that rows use which choose
@@ -150,6 +163,10 @@ class Plan:
         """PlanStale where a buffer is no longer where the plan says (I-6, I-10)."""
         for buffer in self.buffers:
             buffer.check()
+
+    def guarded(self, guard: Guard) -> Plan:
+        """The same plan for the host, which may run its nodes outside decode mode only (I-8)."""
+        return replace(self, nodes=tuple(node.guarded(guard) for node in self.nodes))
 
     @cached_property
     def weights(self) -> tuple[Buffer, ...]:

@@ -21,6 +21,7 @@ from ostinato.backends.torch.ops.experts import choice_torch, probabilities_torc
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.errors import InternalError
 from ostinato.files.unpack import Floats
+from ostinato.loop.guard import Guard
 from ostinato.loop.plan import Buffer
 from ostinato.models.blocks import Experts, Layer, LoadedModel
 from ostinato.models.shape import ExpertShape
@@ -31,10 +32,10 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 # Buffers
 
 
-def zero(buffers: Iterable[Buffer]) -> None:
+def zero(buffers: Iterable[Buffer], guard: Guard) -> None:
     with torch.inference_mode():
         for buffer in buffers:
-            buffer.zero()
+            buffer.zero(guard)
 
 
 def host_row(buffer: Any) -> Floats:
