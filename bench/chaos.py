@@ -51,7 +51,11 @@ def _lives(samples: Mapping[str, Sequence[Held]]) -> dict[str, Any]:
 def server(seconds: float, seed: int) -> tuple[dict[str, Any], list[str]]:
     """The server's part: its facts for the note, and what was wrong. Where something was, its files are kept."""
     folder = Path(tempfile.mkdtemp(prefix="ostinato-chaos-"))
-    report = chaos_server.run(seconds, seed, folder)
+    try:
+        report = chaos_server.run(seconds, seed, folder)
+    except BaseException:
+        print(f"stopped before its end; the server's log and models are in {folder}", flush=True)
+        raise
     print(f"server: {report.seconds:.0f} s, {sum(report.rounds.values())} rounds, {len(report.wrong)} wrong")
     parts = {
         "rounds": report.rounds,
@@ -104,9 +108,12 @@ def main() -> None:
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of connections that the server has closed
     facts: dict[str, Any] = {}
     wrong: list[str] = []
-    for part in given.part or PARTS:
-        facts[part], found = server(given.seconds, seed) if part == "server" else loop(given.admissions, seed)
-        wrong += found
+    try:
+        for part in given.part or PARTS:
+            facts[part], found = server(given.seconds, seed) if part == "server" else loop(given.admissions, seed)
+            wrong += found
+    except KeyboardInterrupt:
+        sys.exit(f"interrupted, and nothing was judged; try it again with --seed {seed}")
     for what in wrong:
         print(f"WRONG {what}")
     question = "is anything lost, leaked or ended twice when everything fails at random?"
