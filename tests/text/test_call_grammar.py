@@ -427,3 +427,57 @@ def test_masks_of_optional_calls_are_those_of_the_oracle(name: FormatName, speci
         rule = Rule("grammar", grammar_of(how, parallel=parallel))
         for seed in range(soak(40)):
             compare(both, rule, random.Random(seed), steps=60)
+
+
+BARE_WORDS = (
+    "None",
+    "null",
+    "True",
+    "true",
+    "False",
+    "12",
+    "nan",
+    "NaN",
+    "-",
+    "2024-01-01",
+    "x",
+    "xy",
+    '"x"',
+    "[1]",
+    "1e5",
+)
+BARE_SCHEMAS: list[dict[str, Any]] = [
+    {"anyOf": [{"type": "string", "pattern": "^[a-z]+$"}, {"type": "null"}]},
+    {"type": ["string", "null"], "maxLength": 2},
+    {"type": ["string", "boolean"], "maxLength": 2},
+    {"type": ["string", "null"], "format": "date"},
+    {"type": ["string", "integer"], "maxLength": 1},
+    {"anyOf": [{"type": "string", "format": "date"}, {"type": "integer"}]},
+    {"type": ["string", "number", "null"], "pattern": "^x"},
+]
+BARE_CALLS: dict[FormatName, str] = {
+    "tags": "<tool_call>\n<function=look>\n<parameter=v>\n{}\n</parameter>\n</function>\n</tool_call>",
+    "key-tags": "<tool_call>look\n<arg_key>v</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",
+    "seed": "<seed:tool_call>\n<function=look>\n<parameter=v>{}</parameter>\n</function>\n</seed:tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", BARE_CALLS)
+@pytest.mark.parametrize("schema", BARE_SCHEMAS, ids=json.dumps)
+def test_a_bare_value_that_a_grammar_allows_is_read_as_its_schema_says(
+    name: FormatName, schema: dict[str, Any]
+) -> None:
+    """Of a nullable text templates write null as `None`, which is no text of the pattern."""
+    parameters = {"type": "object", "properties": {"v": schema}, "required": ["v"], "additionalProperties": False}
+    tools = [Tool("look", "", parameters)]
+    how, n_allowed = words_of(name, True)[1], 0
+    for word in BARE_WORDS:
+        text = BARE_CALLS[name].format(word)
+        if follows(how, text, tools=tools) != "ends":
+            continue
+        reader = AnswerReader(None, how.parser(tools))
+        deltas = [*reader.feed(text), *reader.finish()]
+        arguments = json.loads("".join(delta.call.arguments for delta in deltas if delta.call is not None))
+        jsonschema.validate(arguments, parameters)
+        n_allowed += 1
+    assert n_allowed

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from ostinato.text.answer import AnswerReader, Delta, Parser
 from ostinato.text.call_parser import CallObject, JsonCalls
 from ostinato.text.tools import FormatName, Tool, ToolFormat
 
+ROOT = Path(__file__).parents[2]
 Call = tuple[str | None, str]
 MakeParser = Callable[[Callable[[], str]], Parser]
 
@@ -96,6 +100,41 @@ CASES: list[tuple[MakeParser, str, str, list[Call]]] = [
         [("f", '{"a": [1, {"b": "\\"]"}]}'), ("g", "{}")],
     ),
     (hermes, '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+    (hermes, '<tool_call>{"name": "f", "arguments": {"a": "1\n2\\\n"}}</tool_call>', "", [("f", '{"a": "1\\n2\\n"}')]),
+    # Half a character, which UTF-8 cannot write.
+    (hermes, '<tool_call>{"name": "\\ud800", "arguments": "\\ud800"}</tool_call>', "", [("\ufffd", "\ufffd")]),
+    (
+        tags,
+        '<tool_call>{"name": "\\ud800", "arguments": {"a": "\\ud83d\\ude00\\ud800"}}</tool_call>',
+        "",
+        [("\ufffd", '{"a": "😀\ufffd"}')],
+    ),
+    (
+        tags,
+        '<tool_call><function=g><parameter=b>["\\udc00"]</parameter></function></tool_call>',
+        "",
+        [("g", '{"b": ["\ufffd"]}')],
+    ),
+    # JSON between tags: arguments as text, or by another name, or none that JSON can write.
+    (tags, '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"x\\"}"}</tool_call>', "", [("f", '{"a": "x"}')]),
+    (tags, '<tool_call>{"name": "f", "parameters": {"a": "x"}}</tool_call>', "", [("f", '{"a": "x"}')]),
+    (tags, '<tool_call>{"name": "f", "arguments": ""}</tool_call>', "", [("f", "{}")]),
+    (
+        tags,
+        '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
+        "",
+        [("f", '{"a": 1.7976931348623157e+308}')],
+    ),
+    *(
+        (tags, text, text, [])
+        for text in (
+            '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": "oops"}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>',
+        )
+    ),
+    (python, f'{START}[{{"name": "f", "arguments": "{{\\"a\\": 1}}"}}]{STOP}', "", [("f", '{"a": 1}')]),
     (hermes, '<tool_call>{"name": "f", "arguments": {"a": 1}\n</tool_call>', "", [("f", '{"a": 1}')]),
     (
         hermes,
@@ -390,6 +429,31 @@ def test_a_long_call_is_read_in_time_that_grows_with_its_length() -> None:
     text = json.dumps({"name": "f", "arguments": {"text": "x" * 200_000}})
     assert len("".join(map(call.take, text))) > 200_000
     assert call.ended
+
+
+CUT_CALLS = """
+from tests.text.test_call_parser import atem, gemma, keys, python, read, seed, tags
+n = 3_000
+for make, begin, one, end in (
+    (keys, "<tool_call>f", "<arg_key>a</arg_key><arg_value>1</arg_value>", "<arg_key>b</arg_key><arg_value>x"),
+    (keys, "<tool_call>f", "<arg_key>a</arg_key>", "<arg_value>x"),
+    (tags, "<tool_call><function=f>", "<parameter=a>1</parameter>", "<parameter=b>x"),
+    (tags, "<tool_call><function=f>", "<parameter=a>", "x"),
+    (seed, "<seed:tool_call><function=f>", "<parameter=a>1</parameter>", "<parameter=b>x"),
+    (atem, '<atem:function_calls><atem:invoke name="f">', '<atem:parameter name="a">1</atem:parameter>', "x"),
+    (python, "<|tool_call_start|>[f(", "a='x',", "b='"),
+    (gemma, "<|tool_call>call:f{", 'a:<|"|>x<|"|>,', 'b:<|"|>'),
+):
+    text = begin + one * n + end
+    content, calls = read(make, [text])
+    assert (content == text) != bool(calls), (content[:50], calls[:1])
+"""
+
+
+@pytest.mark.slow
+def test_a_call_that_is_cut_behind_many_arguments_is_read_in_time_that_grows_with_its_length() -> None:
+    """In a process of its own: a regular expression that tries every way holds its thread for years."""
+    subprocess.run([sys.executable, "-c", CUT_CALLS], timeout=60, check=True, cwd=ROOT)
 
 
 def test_a_reader_counts_the_calls_that_it_passes_on() -> None:

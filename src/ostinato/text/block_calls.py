@@ -6,7 +6,6 @@ returned as content, character by character.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,12 +13,13 @@ from typing import Any, Final
 
 from ostinato.text.answer import CallDelta, Delta
 from ostinato.text.call_schema import read_value
-from ostinato.text.literals import Literals, as_json
+from ostinato.text.literals import Literals, as_json, from_json, whole_characters
 from ostinato.text.stream import open_end
 
 Calls = list[tuple[str, Any]]  # names and arguments
 Schemas = Mapping[str, Mapping[str, Any]]  # each function's parameters, by its name
 ReadBlock = Callable[[str, Schemas], "Calls | None"]
+ARGUMENTS: Final = ("arguments", "parameters")  # what the member of a JSON call is called that has them
 
 
 class BlockCalls:
@@ -81,7 +81,7 @@ class BlockCalls:
 
     def _call(self, name: str, arguments: Any) -> Delta:
         self._index += 1
-        return Delta(call=CallDelta(self._index, self._new_id(), name, as_json(arguments)))
+        return Delta(call=CallDelta(self._index, self._new_id(), whole_characters(name), as_json(arguments)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,20 +130,24 @@ def _tags(
 
 def _object_calls(text: str) -> Calls | None:
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        return _named_calls([from_json(text)])
+    except ValueError:
         return None
-    return _named_calls([found])
 
 
 def _named_calls(objects: list[Any]) -> Calls | None:
+    """Calls as `{"name": ..., "arguments": {...}}`; some models write the arguments as a text of JSON."""
     calls: Calls = []
     for one in objects:
         name = one.get("name") if isinstance(one, dict) else None
         if not isinstance(name, str):
             return None
-        arguments = one.get("arguments")
-        calls.append((name, {} if arguments is None else arguments))
+        arguments: Any = next((one[key] for key in ARGUMENTS if one.get(key) is not None), {})
+        if isinstance(arguments, str):
+            arguments = from_json(arguments or "{}")
+        if not isinstance(arguments, dict):
+            return None
+        calls.append((name, arguments))
     return calls or None
 
 
@@ -158,7 +162,8 @@ ATEM_TAGS: Final = _tags(
 )
 KEY_TAGS: Final = _tags(
     ("<tool_call>", "</tool_call>"),
-    r"(?P<name>[\w.-]+)\s*(?P<body>(?:<arg_key>.*?</arg_key>\s*<arg_value>.*?</arg_value>\s*)*)$",
+    # Atomic groups: a key or value ends at the first marker, and is not tried again at each later one.
+    r"(?P<name>[\w.-]+)\s*(?P<body>(?>(?><arg_key>.*?</arg_key>)\s*(?><arg_value>.*?</arg_value>)\s*)*)$",
     r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
     any_name=False,
 )

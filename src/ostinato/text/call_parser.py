@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from ostinato.text.answer import CallDelta, Delta
 from ostinato.text.bare_calls import BareForm
+from ostinato.text.block_calls import ARGUMENTS
+from ostinato.text.literals import whole_characters
 from ostinato.text.stream import open_end
 
 NewId = Callable[[], str]
-
-_ARGUMENTS: Final = ("arguments", "parameters")
 
 
 class CallObject:
@@ -43,9 +43,11 @@ class CallObject:
         """The arguments' text that can be returned now."""
         at_member = not self._in_string and self._depth == self._base and self._depth > 0
         if self._in_string:
+            # Some models write line ends as they are, where JSON has an escape.
+            written = character if character >= " " else json.dumps(character)[2 if self._escaped else 1 : -1]
             self._in_string = self._escaped or character != '"'
             self._escaped = character == "\\" and not self._escaped
-            self._token.append(character)
+            self._token += written
             if not self._in_string and self._depth == self._base and self._place == "key":
                 self._key, self._place = self._loaded(), "colon"
         elif self._depth == 0 and character != "{":
@@ -97,9 +99,9 @@ class CallObject:
     def _end_value(self, character: str) -> None:
         value = self._loaded()
         if self._key in ("name", "tool_name", "function") and isinstance(value, str):
-            self.name = value
-        if self._key in _ARGUMENTS and value is not None:  # null is none
-            self._arguments = list(value if isinstance(value, str) else "".join(self._token).rstrip())
+            self.name = whole_characters(value)
+        if self._key in ARGUMENTS and value is not None:  # null is none
+            self._arguments = list(whole_characters(value) if isinstance(value, str) else "".join(self._token).rstrip())
         self._token = []
         self._place = "key" if character == "," else "next"
         if character == "}":
@@ -118,7 +120,7 @@ class CallObject:
             return None
 
     def _new_arguments(self) -> str:
-        if self._place == "value" and self._key in _ARGUMENTS and self._token[:1] == ["{"]:
+        if self._place == "value" and self._key in ARGUMENTS and self._token[:1] == ["{"]:
             self._arguments = self._token
         if self.name is None or len(self._arguments) <= self.n_given:
             return ""

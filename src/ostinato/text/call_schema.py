@@ -6,10 +6,10 @@ Both sides of a call use it: the parser of an answer (`block_calls.py`), and the
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
 from typing import Any, Final
+
+from ostinato.text.literals import Literals, from_json
 
 _MAX_REFERENCES: Final = 16
 _PYTHON_WORDS: Final = {"True": True, "False": False, "None": None}
@@ -77,30 +77,38 @@ def kind_of(value: Any) -> str:
 
 def read_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     """The value that a bare text means: JSON, unless the schema asks for text or for another type than that JSON has.
+    Some templates write words, lists and objects as Python does: these are read too where the schema asks for them.
 
-    >>> [read_value(text, {"type": ["string", "null"]}, {}) for text in ("12", "null")]
-    ['12', None]
+    >>> [read_value(text, {"type": ["string", "null"]}, {}) for text in ("12", "null", "None")]
+    ['12', None, None]
+    >>> read_value("['a', None]", {"type": "array"}, {})
+    ['a', None]
     """
     kinds = value_kinds(schema, root)
     if kinds == frozenset(["string"]):
         return text
     try:
-        value = json.loads(text, parse_float=_finite, parse_constant=_refused)
-    except (ValueError, RecursionError):
-        is_word = kinds is not None and "string" not in kinds and text in _PYTHON_WORDS
-        return _PYTHON_WORDS[text] if is_word else text
+        value = from_json(text)
+    except ValueError:
+        return text if kinds is None else _from_python(text, kinds)
     if kinds is not None and "string" in kinds and not _is_of(value, kinds):
         return text
     return value
 
 
-def _finite(text: str) -> float:
-    """A number that JSON can write, the nearest where a float cannot hold it."""
-    return max(-sys.float_info.max, min(sys.float_info.max, float(text)))
-
-
-def _refused(word: str) -> Any:
-    raise ValueError(f"{word} is no value that JSON has")
+def _from_python(text: str, kinds: Kinds) -> Any:
+    """A word, a list or an object in Python's form; the text itself where it is none or may be text."""
+    if text in _PYTHON_WORDS:
+        value = _PYTHON_WORDS[text]
+        return value if "string" not in kinds or kind_of(value) in kinds else text
+    if "string" in kinds or not kinds & {"array", "object"}:
+        return text
+    literals = Literals(text)
+    try:
+        value = literals.value()
+    except ValueError:
+        return text
+    return value if literals.at_end and kind_of(value) in kinds else text
 
 
 def _is_of(value: Any, kinds: Kinds) -> bool:

@@ -115,8 +115,7 @@ class Literals:
             text, self._at = self._text[self._at : end], end + len(GEMMA_QUOTE)
             return text
         found = self._matched(_STRING)
-        text = _ESCAPE.sub(_unescaped, found[1] if found[1] is not None else found[2])
-        return text.encode("utf-16", "surrogatepass").decode("utf-16")  # halves of a character become one
+        return whole_characters(_ESCAPE.sub(_unescaped, found[1] if found[1] is not None else found[2]))
 
     def _number(self) -> float | int:
         text = self._matched(_NUMBER)[0]
@@ -148,6 +147,28 @@ def _unescaped(escape: re.Match[str]) -> str:
     return _ESCAPED.get(code, escape[0])
 
 
+def whole_characters(text: str) -> str:
+    """Halves of a character become one; a half alone, which UTF-8 cannot write, becomes U+FFFD."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 def as_json(arguments: Any) -> str:
     """The text of a call's arguments."""
-    return json.dumps(arguments, ensure_ascii=False)
+    return whole_characters(json.dumps(arguments, ensure_ascii=False))
+
+
+def from_json(text: str) -> Any:
+    """A value written as JSON; ValueError where it is none, or has what JSON cannot write, as NaN."""
+    try:
+        return json.loads(text, parse_float=_finite, parse_constant=_refused)
+    except RecursionError as error:
+        raise ValueError("values nest too deep") from error
+
+
+def _finite(text: str) -> float:
+    """A number that JSON can write, the nearest where a float cannot hold it."""
+    return max(-sys.float_info.max, min(sys.float_info.max, float(text)))
+
+
+def _refused(word: str) -> Any:
+    raise ValueError(f"{word} is no value that JSON has")
