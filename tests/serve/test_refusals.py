@@ -110,6 +110,8 @@ def test_a_part_that_is_no_text_is_named_where_it_stands(server: Running) -> Non
         ("/v1/completions", {"prompt": []}, "prompt", "at least 1 item"),
         ("/v1/completions", {"prompt": 5}, "prompt", "is 5; it must be a string, or a list"),
         ("/v1/completions", {"prompt": [1, "a"]}, "prompt[1]", "is 'a'; it must be an integer"),
+        ("/v1/completions", {"prompt": ["a", 1]}, "prompt[1]", "is 1; it must be a string"),
+        ("/v1/completions", {"prompt": [[1], "a"]}, "prompt[1]", "is 'a'; it must be a list"),
         ("/v1/completions", {"prompt": [5, 99_999]}, "prompt", "99999 at index 1"),
         ("/v1/completions", {"prompt": ["a"] * 129}, "prompt", "129 answers"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens", "echo"),

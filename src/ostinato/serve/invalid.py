@@ -6,10 +6,13 @@ Only the one error that says most is told. Nothing here knows which endpoint was
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 from ostinato.serve.errors import Refusal, shown
+
+Place = tuple[str | int, ...]  # a path into a body, as Pydantic tells it
 
 _TYPES: Final = {
     "bool": "true or false",
@@ -34,6 +37,7 @@ _SENT_TO: Final = {"messages": ("prompt", "/v1/completions"), "prompt": ("messag
 def invalid_body(found: Sequence[Mapping[str, Any]]) -> Refusal:
     """The most specific of a body's errors, with the field's name."""
     # The deepest. A missing field says more than a type mismatch, which every other branch of a union reports.
+    found = _without_short_branches(found)
     worst = max(found, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
     param = _place(worst["loc"])
     if not param:
@@ -41,6 +45,29 @@ def invalid_body(found: Sequence[Mapping[str, Any]]) -> Refusal:
     if worst["type"] == "union_tag_invalid":
         param += ".type"
     return Refusal(400, _sentence(worst, param) or _alternatives(found, worst, param), param=param)
+
+
+def _without_short_branches(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Without the branches of a union of lists that fail at an earlier item than another one does: in `["a", null]` the
+    null is wrong, though a list of token ids fails at "a"."""
+    firsts: dict[Place, dict[str | int, int]] = {}  # of each union, by its branches: the first item that is wrong
+    for one in found:
+        for union, branch, item in _list_branches(one["loc"]):
+            known = firsts.setdefault(union, {})
+            known[branch] = min(item, known.get(branch, item))
+    furthest = {union: max(known.values()) for union, known in firsts.items()}
+    return [
+        one
+        for one in found
+        if all(firsts[union][branch] == furthest[union] for union, branch, _ in _list_branches(one["loc"]))
+    ]
+
+
+def _list_branches(loc: Place) -> Iterator[tuple[Place, str, int]]:
+    """The unions on a path of which a branch is a list: the union's place, the branch, and the item in it."""
+    for at, (branch, item) in enumerate(pairwise(loc)):
+        if isinstance(branch, str) and not _is_field(branch) and isinstance(item, int):
+            yield loc[:at], branch, item
 
 
 def _sentence(error: Mapping[str, Any], param: str) -> str | None:
