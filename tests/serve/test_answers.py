@@ -426,3 +426,73 @@ def test_an_optional_call_follows_its_schema_in_the_format_of_the_model(
             (call,) = choice["message"]["tool_calls"]
             assert call["function"]["name"] == "look"
             assert json.loads(call["function"]["arguments"]) in ({"far": True}, {"far": False})
+
+
+# Reads reasoning from parts of the content, and refuses a user's turn directly behind a result.
+IN_TURN = """\
+{%- if tools %}[AVAILABLE_TOOLS]{{ tools | length }}{% endif %}
+{%- set seen = namespace(turns=0) %}
+{%- for m in messages %}
+    {%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}
+        {%- if (m.role == 'user') != (seen.turns % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+        {%- set seen.turns = seen.turns + 1 %}
+    {%- endif %}
+    {{- '<' + m.role + '>' }}
+    {%- if m.content is string %}{{ m.content }}
+    {%- else %}
+        {%- for part in m.content %}
+            {{- '[THINK]' + part.thinking + '[/THINK]' if part.type == 'thinking' else part.text }}
+        {%- endfor %}
+    {%- endif %}
+    {%- for call in m.tool_calls or [] %}
+        {{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments | tojson }}
+    {%- endfor %}
+{%- endfor %}
+"""
+
+
+def test_reasoning_and_a_text_after_a_result_reach_a_template_in_its_form_from_every_api(tmp_path: Path) -> None:
+    def change(metadata: dict[str, Any]) -> None:
+        metadata["tokenizer.chat_template"].value = IN_TURN
+
+    call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"far": true}'}}
+    chat: Any = [
+        *HELLO,
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "a sea"},
+        {"role": "user", "content": "and now?"},
+    ]
+    use = {"type": "tool_use", "id": "call_1", "name": "look", "input": {"far": True}}
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": "a sea"}
+    blocks = [
+        *HELLO,
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}, use]},
+        {"role": "user", "content": [result, {"type": "text", "text": "and now?"}]},
+    ]
+    items = [
+        *HELLO,
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": '{"far": true}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": "a sea"},
+        {"role": "user", "content": "and now?"},
+    ]
+    function = TOOLS[0]["function"]
+    anthropic_tool = {"name": "look", "description": "Look.", "input_schema": function["parameters"]}
+    model = tiny_model.write(tmp_path / "tiny.gguf", context=512, change=change)
+    with serving(model, llm={"context": 512, "slots": 1}) as server:
+        prompt = server.llm.chat_text(chat, tools=TOOLS)
+        assert prompt == (
+            "[AVAILABLE_TOOLS]1<user>hello<assistant>[THINK]hm[/THINK]"
+            '[TOOL_CALLS]look[ARGS]{"far": true}<tool>a sea\n\nand now?'
+        )
+        assert server.post("/apply-template", {"messages": chat, "tools": TOOLS}).json()["prompt"] == prompt
+        asked: list[tuple[str, dict[str, Any]]] = [
+            ("/v1/chat/completions", {"messages": chat, "tools": TOOLS, "max_tokens": 4}),
+            ("/v1/messages", {"messages": blocks, "tools": [anthropic_tool], "max_tokens": 4}),
+            ("/v1/responses", {"input": items, "tools": [{"type": "function", **function}], "max_output_tokens": 4}),
+        ]
+        replies = [server.post(path, {**body, "model": "tiny", "seed": 3}) for path, body in asked]
+        assert [reply.status_code for reply in replies] == [200] * 3, [reply.text for reply in replies]
+        same = server.llm.chat(chat, Sampling(max_tokens=4, seed=3), tools=TOOLS)
+        assert same.prompt_ids == tuple(server.llm.tokenizer.encode_rendered(prompt))
+        assert {reply.json()["digest"] for reply in replies} == {same.digest}

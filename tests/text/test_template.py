@@ -394,3 +394,109 @@ def test_only_a_text_of_the_assistant_that_the_template_shows_is_continued() -> 
     hides = "{% for m in messages %}{{ 'yes' if m.role == 'assistant' and loop.index > 1 else m.content }}{% endfor %}"
     with pytest.raises(BadInput, match=r"messages\[1\] cannot be continued"):
         render(hides, [USER, {"role": "assistant", "content": "x"}], continue_final_message=True)
+
+
+# Reasoning, and texts of the user after a result
+
+IN_TURN = """\
+{%- set seen = namespace(turns=0) %}
+{%- for m in messages %}
+    {%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}
+        {%- if (m.role == 'user') != (seen.turns % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+        {%- set seen.turns = seen.turns + 1 %}
+    {%- endif %}
+    {{- '<' + m.role + '>' }}
+    {%- if m.content is string %}{{ m.content }}
+    {%- else %}
+        {%- for part in m.content %}
+            {{- '(' + part.thinking + ')' if part.type == 'thinking' else part.text + ';' }}
+        {%- endfor %}
+    {%- endif %}
+    {%- for call in m.tool_calls or [] %}{{ '!' + call.function.name }}{% endfor %}
+{%- endfor %}
+"""
+CALLING: dict[str, Any] = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+}
+RESULT: dict[str, Any] = {"role": "tool", "content": "4"}
+REPLY: dict[str, Any] = {"role": "assistant", "content": "R"}
+THOUGHT = {"reasoning_content": "so"}
+
+
+@pytest.mark.parametrize("tools", [None, [WEATHER]])
+def test_reasoning_becomes_a_part_where_a_template_shows_it_only_there(tools: Any) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    expected = [
+        ({**CALLING, **THOUGHT}, "(so)!f"),
+        ({**CALLING, **THOUGHT, "content": None}, "(so)!f"),
+        ({**CALLING, **THOUGHT, "content": "R"}, "(so)R;!f"),
+        ({**CALLING, **THOUGHT, "content": parts}, "(so)a;b;!f"),
+        ({**CALLING, "content": "R", "reasoning_content": ""}, "R!f"),
+    ]
+    with template(IN_TURN) as made:
+        for message, text in expected:
+            assert made.render([USER, message, RESULT], tools=tools) == f"<user>hi<assistant>{text}<tool>4"
+        talk = [USER, {**REPLY, **THOUGHT}, {**USER, **THOUGHT}]
+        assert made.render(talk, tools=tools) == "<user>hi<assistant>(so)R;<user>hi"
+
+
+def test_an_answer_that_is_continued_stands_behind_its_reasoning() -> None:
+    for said, text in (("The sea is", "(so)The sea is"), ("", "(so)")):
+        talk = [USER, {"role": "assistant", "content": said, **THOUGHT}]
+        assert render(IN_TURN, talk, continue_final_message=True) == f"<user>hi<assistant>{text}"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (("+ '>' }}", "+ '>' + (m.reasoning_content or '') }}"), "soR!f"),
+        (("part.type == 'thinking'", "false"), "R!f"),
+        (("m.content is string", "m.content is string or m.tool_calls"), "R!f"),
+    ],
+    ids=["shows reasoning in both places", "knows parts of text alone", "prints parts beside calls as they are"],
+)
+def test_reasoning_stays_where_it_is_in_other_templates(change: tuple[str, str], text: str) -> None:
+    source = IN_TURN.replace(*change)
+    assert source != IN_TURN
+    made = render(source, [USER, {**CALLING, **THOUGHT, "content": "R"}, RESULT])
+    assert made == f"<user>hi<assistant>{text}<tool>4"
+
+
+def test_a_users_text_joins_the_result_before_it_where_a_template_refuses_it_there() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    expected: list[tuple[list[Any], str]] = [
+        ([RESULT, USER], "<tool>4\n\nhi"),
+        ([RESULT, RESULT, USER, USER], "<tool>4<tool>4\n\nhi\n\nhi"),
+        (
+            [RESULT, USER, CALLING, RESULT, USER, REPLY, USER],
+            "<tool>4\n\nhi<assistant>!f<tool>4\n\nhi<assistant>R<user>hi",
+        ),
+        ([{**RESULT, "content": parts}, {**USER, "content": parts}], "<tool>a\nb\n\na\nb"),
+        ([{**RESULT, "content": ""}, USER], "<tool>hi"),
+    ]
+    with template(IN_TURN) as made:
+        for messages, text in expected:
+            assert made.render([USER, CALLING, *messages]) == f"<user>hi<assistant>!f{text}"
+        for refused in ([USER, USER], [USER, CALLING, RESULT, REPLY, REPLY]):
+            with pytest.raises(BadTemplate, match="roles must alternate"):
+                made.render(refused)
+
+
+def test_a_users_text_stays_behind_the_result_where_a_template_takes_it_there() -> None:
+    takes = IN_TURN.replace("{{ raise_exception('roles must alternate') }}", "")
+    assert render(takes, [USER, CALLING, RESULT, USER]) == "<user>hi<assistant>!f<tool>4<user>hi"
+    with_tools = f"{{% if tools %}}{IN_TURN}{{% else %}}{takes}{{% endif %}}"
+    with template(with_tools) as made:
+        assert made.render([USER, CALLING, RESULT, USER], tools=[WEATHER]).endswith("<tool>4\n\nhi")
+        assert made.render([USER, CALLING, RESULT, USER]).endswith("<tool>4<user>hi")
+
+
+def test_a_tool_that_a_template_cannot_write_decides_nothing_for_later_conversations() -> None:
+    source = "{% for tool in tools %}{{ '[' + tool.function.name + ']' }}{% endfor %}" + IN_TURN
+    with template(source) as made:
+        with pytest.raises(BadTemplate, match="has no attribute 'name'"):
+            made.render([USER, {**CALLING, **THOUGHT}, RESULT, USER], tools=[{"function": {}}])
+        text = made.render([USER, {**CALLING, **THOUGHT}, RESULT, USER], tools=[WEATHER])
+        assert text == "[weather]<user>hi<assistant>(so)!f<tool>4\n\nhi"

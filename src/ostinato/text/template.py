@@ -2,18 +2,21 @@
 
 The template is rendered by `renderer.py` in a child process, because a template is an untrusted program and
 jinja2's sandbox bounds neither its time nor its memory; this module asks that process, with a deadline, and replaces
-it when it fails. Nothing here knows about token ids.
+it when it fails. What a template shows of reasoning and of a user's text after a result is found out by rendering short
+conversations of ours. Nothing here knows about token ids.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import signal
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from ostinato.errors import BadFile, BadInput, BadTemplate
 from ostinato.files.json_file import read_json_if_there, read_text
@@ -25,13 +28,25 @@ MEMORY_BYTES = 512 * 2**20
 MAX_CHARACTERS = 8 * 2**20
 _ENDED_BY_CPU_LIMIT = -signal.SIGXCPU if hasattr(signal, "SIGXCPU") else None
 
+_PROBE: Final = "52d80eb6"  # a text that occurs in no template
+_PRINTED: Final = re.compile(_PROBE + r"""\\*['"]\}""")  # as the text of a part that was printed as it is
+_USER: Final[dict[str, Any]] = {"role": "user", "content": "hi"}
+_REPLY: Final[dict[str, Any]] = {"role": "assistant", "content": "hello"}
+_CALL: Final = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": {}}}
+_CALLING: Final[dict[str, Any]] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_RESULT: Final[dict[str, Any]] = {"role": "tool", "name": "look", "tool_call_id": _CALL["id"], "content": "seen"}
+_PARAMETERS: Final = {"type": "object", "properties": {}}
+_TOOL: Final = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": _PARAMETERS}}
+
 
 class ChatTemplate:
     """One model's chat template; safe to use from many threads.
 
     Content may be text or a list of `{"type": "text", "text": ...}` parts. It reaches the template as it was given
-    if the template shows that form; if not, parts are joined by newlines, or text becomes one part. A role that the
-    template refuses or whose content it drops is refused, with the roles that it renders.
+    if the template shows that form; if not, parts are joined by newlines, or text becomes one part. Likewise an
+    assistant's `reasoning_content` becomes a part of its content, `{"type": "thinking", "thinking": ...}`, and a user's
+    text joins the result of a tool that it follows, for a template that shows them only so. A role that the template
+    refuses or whose content it drops is refused, with the roles that it renders.
 
     >>> template = ChatTemplate("{{ messages[0]['content'] }}", bos_token="", eos_token="")
     >>> template.render([{"role": "user", "content": "hi"}])
@@ -61,6 +76,7 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._child: RendererProcess | None = None
         self._reads: dict[str, frozenset[str]] = {}
+        self._shown: dict[tuple[_Probed, bool], bool] = {}
 
     def reads(self, *, tools: bool = False) -> frozenset[str]:
         """The names of the variables that the template reads, or that its variant for tools does.
@@ -74,7 +90,7 @@ class ChatTemplate:
         with self._lock:
             if which not in self._reads:
                 request = json.dumps({"template": which, "variables": None}).encode()
-                self._reads[which] = frozenset(self._ask(request).split())
+                self._reads[which] = frozenset(self._text(request).split())
             return self._reads[which]
 
     def render(
@@ -91,28 +107,25 @@ class ChatTemplate:
 
         With `continue_final_message` it ends with the text of the last message, which must be the assistant's."""
         checked = check_messages(messages)
-        mark = ""
+        mark, last = "", len(checked) - 1
         if continue_final_message:
             mark = secrets.token_hex(16)
-            checked[-1:] = [_marked(len(checked) - 1, checked[-1], mark)]
+            checked[-1:] = [_marked(last, checked[-1], mark)]
         variables = {
             **options,
-            "messages": checked,
+            "messages": self._in_shown_form(checked, bool(tools)),
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "tools": tools,
             "documents": documents,
         }
-        try:
-            request = json.dumps({"template": self._which(bool(tools)), "variables": variables}).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise BadInput(f"messages, tools and template options must be plain JSON values: {error}") from error
+        request = self._request(variables)
         with self._lock:
-            text = self._ask(request)
+            text = self._text(request)
         if not continue_final_message:
             return text
         head, found, _ = text.rpartition(mark)
         if not found:
-            raise BadInput(f"messages[{len(checked) - 1}] cannot be continued: {self.name} leaves its content out")
+            raise BadInput(f"messages[{last}] cannot be continued: {self.name} leaves its content out")
         return head
 
     def start(self) -> None:
@@ -128,13 +141,62 @@ class ChatTemplate:
     def _which(self, tools: bool) -> str:
         return "tools" if tools and self.tool_source is not None else "default"
 
+    def _request(self, variables: Mapping[str, Any]) -> bytes:
+        which = self._which(bool(variables["tools"]))
+        try:
+            return json.dumps({"template": which, "variables": variables}).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadInput(f"messages, tools and template options must be plain JSON values: {error}") from error
+
+    def _in_shown_form(self, messages: list[dict[str, Any]], tools: bool) -> list[dict[str, Any]]:
+        """The conversation with its reasoning, and the user's texts after results, where the template shows them."""
+        messages = [self._with_shown_reasoning(message, tools) for message in messages]
+        pairs = pairwise(messages)
+        if not any(first["role"] == "tool" and second["role"] == "user" for first, second in pairs):
+            return messages
+        if self._shows("text after result", tools) or not self._shows("result", tools):
+            return messages
+        return _with_texts_in_results(messages)
+
+    def _with_shown_reasoning(self, message: dict[str, Any], tools: bool) -> dict[str, Any]:
+        """The reasoning of a message as a part of its content, for a template that shows it only there."""
+        thought = message.get("reasoning_content")
+        if message["role"] != "assistant" or not isinstance(thought, str) or not thought:
+            return message
+        if message.get("tool_calls"):
+            only_there = not self._shows("reasoning of call", tools) and self._shows("part of call", tools)
+        else:
+            only_there = not self._shows("reasoning of reply", tools) and self._shows("part of reply", tools)
+        return _with_thinking_part(message) if only_there else message
+
+    def _shows(self, probed: _Probed, tools: bool) -> bool:
+        """Whether the template shows the probe in a conversation of ours, found out by trying once."""
+        key = probed, tools
+        if key not in self._shown:
+            # A tool of ours too: one of a request, which the template may refuse, must not decide for later requests.
+            given = {"messages": _PROBES[probed], "tools": [_TOOL] if tools else None, "documents": None}
+            request = self._request({**given, "add_generation_prompt": True})
+            with self._lock:
+                text = self._ask(request).get("text", "")  # none where the template refuses the conversation
+            self._shown[key] = _PROBE in text and _PRINTED.search(text) is None
+        return self._shown[key]
+
     def _running(self) -> RendererProcess:
         if self._child is None or not self._child.usable():
             self._end_child()
             self._child = RendererProcess(self, self._settings)
         return self._child
 
-    def _ask(self, request: bytes) -> str:
+    def _text(self, request: bytes) -> str:
+        reply = self._ask(request)
+        if "role" in reply:
+            raise BadInput(f"{reply['role']}; {self.name} renders {reply['renders']}")
+        if "error" in reply:
+            raise BadTemplate(f"{self.name} failed: {reply['error']}")
+        return str(reply["text"])
+
+    def _ask(self, request: bytes) -> dict[str, Any]:
+        """The reply of the process: a text, or why there is none. A limit that was passed raises."""
         child = self._running()
         try:
             reply = child.ask(request, RENDER_SECONDS)
@@ -148,11 +210,7 @@ class ChatTemplate:
         if "limit" in reply:
             self._end_child()
             raise BadTemplate(f"{self.name} {_LIMITS[reply['limit']]}")
-        if "role" in reply:
-            raise BadInput(f"{reply['role']}; {self.name} renders {reply['renders']}")
-        if "error" in reply:
-            raise BadTemplate(f"{self.name} failed: {reply['error']}")
-        return str(reply["text"])
+        return reply
 
     def _end_child(self) -> None:
         if self._child is not None:
@@ -220,6 +278,48 @@ def _check_part(index: int, place: int, part: object) -> dict[str, Any]:
     if not isinstance(part.get("text"), str):
         raise BadInput(f"{what} has no text")
     return dict(part)
+
+
+def _with_thinking_part(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The reasoning of a message as the first part of its content.
+
+    >>> _with_thinking_part({"content": "5", "reasoning_content": "2 + 3"})["content"]
+    [{'type': 'thinking', 'thinking': '2 + 3'}, {'type': 'text', 'text': '5'}]
+    """
+    content = message.get("content") or []
+    said = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**message, "content": [{"type": "thinking", "thinking": message["reasoning_content"]}, *said]}
+
+
+def _with_texts_in_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The user's texts at the end of the results that they follow, after an empty line."""
+    kept: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "user" and kept and kept[-1]["role"] == "tool":
+            texts = (_text_of(one["content"]) for one in (kept[-1], message))
+            kept[-1] = {**kept[-1], "content": "\n\n".join(filter(None, texts))}
+        else:
+            kept.append(message)
+    return kept
+
+
+def _text_of(content: str | list[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+# What a template may or may not show: each probe stands where its name says, in a conversation that is usual otherwise.
+_Probed: TypeAlias = Literal[
+    "result", "text after result", "reasoning of reply", "part of reply", "reasoning of call", "part of call"
+]
+_THOUGHT: Final = {"reasoning_content": _PROBE}
+_PROBES: Final[Mapping[_Probed, Sequence[Mapping[str, Any]]]] = {
+    "result": [_USER, _CALLING, {**_RESULT, "content": _PROBE}],
+    "text after result": [_USER, _CALLING, _RESULT, {**_USER, "content": _PROBE}],
+    "reasoning of reply": [_USER, {**_REPLY, **_THOUGHT}],
+    "part of reply": [_USER, _with_thinking_part({**_REPLY, **_THOUGHT})],
+    "reasoning of call": [_USER, {**_CALLING, **_THOUGHT}, _RESULT],
+    "part of call": [_USER, _with_thinking_part({**_CALLING, **_THOUGHT}), _RESULT],
+}
 
 
 class Sources(NamedTuple):
