@@ -121,7 +121,7 @@ def test_pooling_that_is_not_supported_is_named(mode: str, tmp_path: Path, tiny_
 
 
 def test_a_layer_after_the_pooling_is_refused_by_name(tmp_path: Path, tiny_files: Path) -> None:
-    more = {"idx": 3, "name": "3", "type": "sentence_transformers.models.LSTM"}
+    more = {"idx": 3, "name": "3", "path": "3_LSTM", "type": "sentence_transformers.models.LSTM"}
     source = tiny_encoders.folder("bert-cls", tiny_files)
     path = edited(source, tmp_path, "modules.json", lambda modules: [*modules, more])
     with pytest.raises(Unsupported, match="LSTM"):

@@ -150,7 +150,10 @@ def write_pooling(path: Path, pooling: str) -> None:
     stated = {"word_embedding_dimension": 64, **modes, "include_prompt": True}
     (path / "1_Pooling" / "config.json").write_text(json.dumps(stated))
     kinds = ("Transformer", "Pooling", "Normalize")
-    modules = [{"idx": i, "name": str(i), "type": f"sentence_transformers.models.{k}"} for i, k in enumerate(kinds)]
+    modules = [
+        {"idx": i, "name": str(i), "path": f"{i}_{k}" if i else "", "type": f"sentence_transformers.models.{k}"}
+        for i, k in enumerate(kinds)
+    ]
     (path / "modules.json").write_text(json.dumps(modules))
 
 
@@ -166,7 +169,9 @@ def _write_dense(path: Path) -> None:
     added = [
         {"idx": n, "name": str(n), "path": f"{n}_Dense", "type": "sentence_transformers.models.Dense"} for n in (2, 3)
     ]
-    (path / "modules.json").write_text(json.dumps([*modules[:2], *added, {**modules[2], "idx": 4}]))
+    (path / "modules.json").write_text(
+        json.dumps([*modules[:2], *added, {**modules[2], "idx": 4, "path": "4_Normalize"}])
+    )
     for number, weight in enumerate(dense(), 2):
         (path / f"{number}_Dense").mkdir()
         stated: dict[str, Any] = {"in_features": weight.shape[1], "out_features": weight.shape[0], "bias": False}

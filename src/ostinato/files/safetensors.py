@@ -24,12 +24,12 @@ from ostinato.files.checkpoint import Checkpoint, TensorInfo
 from ostinato.files.fingerprint import fingerprint_of
 from ostinato.files.json_file import read_json_if_there, read_json_object
 from ostinato.files.mapped import MappedFile
+from ostinato.files.modules import MODULES_FILE, config_of, modules_of
 from ostinato.files.safetensors_header import read_header
 from ostinato.other_engines import LORA
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_DENSE = (2, 3)  # modules of sentence-transformers that have weights of their own
 _BESIDE_WEIGHTS = (  # optional files that also affect the answer
     "config.json",
     "generation_config.json",
@@ -39,12 +39,10 @@ _BESIDE_WEIGHTS = (  # optional files that also affect the answer
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
-    "modules.json",
-    "1_Pooling/config.json",
-    "1_LogitScore/config.json",
-    "config_sentence_transformers.json",
-    "sentence_bert_config.json",
+    MODULES_FILE,
 )
+_MODULES_BESIDE_WEIGHTS = ("Pooling", "LogitScore")  # whose settings do
+_BESIDE_MODULES = ("config_sentence_transformers.json", "sentence_bert_config.json")
 
 
 class SafetensorsFolder(Checkpoint):
@@ -104,9 +102,10 @@ class SafetensorsFolder(Checkpoint):
 
     def _open_shards(self) -> None:
         self._open_model()
-        for number in _DENSE:
-            if os.path.exists(self.path / f"{number}_Dense" / _SINGLE):
-                self._open_shard(f"{number}_Dense/{_SINGLE}", f"{number}_Dense.")
+        dense = [one.path for one in modules_of(self.path) if one.kind == "Dense"]
+        for number, folder in enumerate(dense, 2):
+            if os.path.exists(self.path / folder / _SINGLE):
+                self._open_shard(f"{folder}/{_SINGLE}", f"dense.{number}.")
 
     def _open_model(self) -> None:
         if os.path.exists(self.path / _SINGLE):
@@ -138,8 +137,10 @@ class SafetensorsFolder(Checkpoint):
 
     def fingerprint(self) -> str:
         """The sha256 of the list of sums of weights, config and tokenizer files."""
-        beside = [self.path / name for name in _BESIDE_WEIGHTS if os.path.isfile(self.path / name)]
-        return fingerprint_of([*beside, *(shard.path for shard in self._files)])
+        beside = [self.path / name for name in _BESIDE_WEIGHTS]
+        beside += [config_of(self.path, kind) for kind in _MODULES_BESIDE_WEIGHTS]
+        beside += [self.path / name for name in _BESIDE_MODULES]
+        return fingerprint_of([*filter(os.path.isfile, beside), *(shard.path for shard in self._files)])
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

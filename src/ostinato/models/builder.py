@@ -396,7 +396,7 @@ class Builder:
         return RankingHead(dense, out, "gelu" if has("cls.norm.weight") else "tanh", norm)
 
     def projections(self) -> tuple[Linear, ...]:
-        """What a pooled row goes through, `dense_2` and `dense_3` as the second and third module of a folder."""
+        """What a pooled row goes through: `dense_2`, `dense_3` and on, as the model and the pooling come before."""
         widths, made = (self.shape.hidden, *self.shape.projections), []
         for number, (width, out) in enumerate(pairwise(widths), 2):
             made.append(self.linear(f"dense_{number}", out, width, bias=self.names.has(f"dense_{number}.bias")))

@@ -28,8 +28,8 @@ COMMON_NAMES: Mapping[str, str] = {
     "model.layers.*.mlp.up_proj": "blk.*.ffn_up",
     "model.layers.*.mlp.down_proj": "blk.*.ffn_down",
 }
-# Modules of sentence-transformers behind the pooling, which lie in folders of their own.
-PROJECTIONS: Mapping[str, str] = {f"{number}_Dense.linear": f"dense_{number}" for number in (2, 3)}
+# The Dense modules of sentence-transformers behind the pooling, numbered as `files/safetensors.py` opens them.
+PROJECTIONS: Mapping[str, str] = {"dense.*.linear": "dense_*"}
 # Parts of a checkpoint that are recognised, left out of memory and said, by what they are for.
 LEFT_OUT: Mapping[str, re.Pattern[str]] = {
     "pictures": re.compile(

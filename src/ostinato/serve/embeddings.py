@@ -89,7 +89,7 @@ def _ids(llm: LLM, inputs: Sequence[str | list[int]], truncate: bool, before: st
             message = f"input[{index}] has the token id {max(ids)}; this model has ids from 0 to {llm.shape.vocab - 1}"
             raise Refusal(400, message, param="input")
         if truncate and len(ids) > llm.context:
-            end = ids[-1:] if llm.tokenizer.add_eos else []  # the end token stays the last
+            end = llm.tokenizer.suffix if isinstance(text, str) else ()  # what ends every text stays
             ids = [*ids[: llm.context - len(end)], *end]
         if len(ids) > llm.context:
             raise Refusal(

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ostinato.serve.errors import Refusal, shown
 
-Place = tuple[str | int, ...]  # a path into a body, as Pydantic tells it
+FieldPath = tuple[str | int, ...]  # a path into a body, as Pydantic tells it
 
 _TYPES: Final = {
     "bool": "true or false",
@@ -50,7 +50,7 @@ def invalid_body(found: Sequence[Mapping[str, Any]]) -> Refusal:
 def _without_short_branches(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Without the branches of a union of lists that fail at an earlier item than another one does: in `["a", null]` the
     null is wrong, though a list of token ids fails at "a"."""
-    firsts: dict[Place, dict[str | int, int]] = {}  # of each union, by its branches: the first item that is wrong
+    firsts: dict[FieldPath, dict[str | int, int]] = {}  # of each union, by its branches: the first item that is wrong
     for one in found:
         for union, branch, item in _list_branches(one["loc"]):
             known = firsts.setdefault(union, {})
@@ -63,7 +63,7 @@ def _without_short_branches(found: Sequence[Mapping[str, Any]]) -> list[Mapping[
     ]
 
 
-def _list_branches(loc: Place) -> Iterator[tuple[Place, str, int]]:
+def _list_branches(loc: FieldPath) -> Iterator[tuple[FieldPath, str, int]]:
     """The unions on a path of which a branch is a list: the union's place, the branch, and the item in it."""
     for at, (branch, item) in enumerate(pairwise(loc)):
         if isinstance(branch, str) and not _is_field(branch) and isinstance(item, int):

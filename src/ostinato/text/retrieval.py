@@ -16,11 +16,11 @@ from typing import Any, Final
 from ostinato.errors import BadFile, BadInput, BadOption, BadTemplate, Unsupported, listing
 from ostinato.files.checkpoint import Checkpoint
 from ostinato.files.json_file import read_json_if_there
+from ostinato.files.modules import config_of
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tokenizer import Tokenizer
 
 PROMPTS_FILE: Final = "config_sentence_transformers.json"
-POOLING_FILE: Final = "1_Pooling/config.json"
 CALLS_FILE: Final = "sentence_bert_config.json"
 _PAIR_KEY: Final = "tokenizer.chat_template.rerank"
 _ROLES: Final = ("query", "document")
@@ -127,7 +127,7 @@ def forms_of(checkpoint: Checkpoint, template: ChatTemplate | None, *, by_words:
         raise BadFile(f"{path}: prompts must be an object of texts by their names")
     if default is not None and default not in prompts:
         raise BadFile(f"{path}: default_prompt_name is {default!r}, which is not among the prompts")
-    pools_prompt = read_json_if_there(checkpoint.path / POOLING_FILE).get("include_prompt") is not False
+    pools_prompt = read_json_if_there(config_of(checkpoint.path, "Pooling")).get("include_prompt") is not False
     if by_words and template is None:
         raise BadFile(f"{checkpoint.path}: a reranker that answers with a word needs a chat template, and has none")
     if template is None or not (by_words or all(re.search(f"['\"]{role}['\"]", template.source) for role in _ROLES)):
