@@ -24,6 +24,7 @@ from ostinato.backends.torch.ops.matmul import InputNorm, product_torch
 from ostinato.backends.torch.ops.runs import ChunkRuns, RowRun
 from ostinato.backends.torch.start import CpuLoop
 from ostinato.backends.torch.weight import Weight
+from ostinato.decoder.paged import REPLACED_TOKENS
 from ostinato.engine.choose import settle_model
 from ostinato.engine.engine import Engine
 from ostinato.loop.plan import Plan
@@ -89,6 +90,12 @@ def ids(seed: int, n: int) -> list[int]:
     return random.Random(seed).choices(range(VOCAB), k=n)
 
 
+def last_snapshot(family: str, n: int) -> int:
+    """Of a prompt of n tokens: whole pages where layers attend too."""
+    every = PAGE if family in HYBRID else 1
+    return max(0, n - REPLACED_TOKENS) // every * every
+
+
 def turns(family: str, backend: str, **words: Any) -> tuple[list[Any], list[int]]:
     """A conversation of four turns: each prompt is the one before, its answer and something new."""
     prompt, found, cached = ids(1, 300), [], []
@@ -111,8 +118,32 @@ def test_the_next_turn_of_a_conversation_begins_where_the_last_prompt_ended(fami
     assert found == expected
     assert from_nothing == [0, 0, 0, 0]
     lengths = [0, 300, 337, 374]
-    # Where layers attend too, whole pages before the prompt's last token.
-    assert cached == ([n and (n - 1) // PAGE * PAGE for n in lengths] if family in HYBRID else lengths)
+    assert cached == [last_snapshot(family, n) for n in lengths]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chat_whose_turns_replace_the_last_tokens_of_a_prompt_begins_at_its_snapshot(family: str) -> None:
+    """Of every length over two pages. All begin alike; the longest comes first, so that no snapshot follows the cached
+    pages that the next ones begin with."""
+
+    def answers(**words: Any) -> tuple[list[Any], list[bool]]:
+        found, begun = [], []
+        with opened(family, **words) as engine:
+            for n in reversed(range(PAGE + REPLACED_TOKENS, 3 * PAGE + REPLACED_TOKENS)):
+                prompt, least = [*ids(1, PAGE + 3), *ids(n, n - PAGE - 3)], 0
+                for turn in range(3):
+                    request = engine.submit(prompt, sampling(max_tokens=4, temperature=0.8, seed=7, logprobs=1))
+                    found.append(bits(request))
+                    begun.append(request.cached_tokens >= least)
+                    least = last_snapshot(family, len(prompt))
+                    assert least > 0
+                    prompt = [*prompt[: -1 - (n + turn) % REPLACED_TOKENS], *ids(turn, 25)]
+        return found, begun
+
+    found, begun = answers()
+    assert all(begun)
+    assert found == answers(share_prefixes=False)[0]
 
 
 @pytest.mark.slow

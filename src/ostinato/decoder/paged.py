@@ -6,20 +6,25 @@ last sequence that was to be kept stays until its pages are needed, so that anot
 only: the backend holds keys and values.
 
 A model that recurs has states in its slots besides. Its prompts begin at a snapshot of them (`cache/snapshots.py`),
-which is taken where a chunk ends: after every whole chunk, and at the end of the prompt. Where layers attend too, a
-beginning is whole pages, so there the last chunk but one ends with the last whole page of the prompt.
+which is taken where a chunk ends: after every whole chunk, and `REPLACED_TOKENS` before the end of the prompt. Where
+layers attend too, a beginning is whole pages, so there it is taken after the last whole page before that place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from ostinato.backends.base import ChunkPart
 from ostinato.cache.reserve import Lease, Reserve
 from ostinato.cache.snapshots import StateSnapshot, StateSnapshots
 from ostinato.cache.window_pages import PageRun
 from ostinato.files.unpack import Bytes
+
+# The next turn of a chat may have other tokens than the last ones of this prompt, which open an answer: templates leave
+# out "<think>" later, and a line break becomes one token with what follows it. So many of them at most are expected.
+REPLACED_TOKENS: Final = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +76,7 @@ class PagedSequences:
     ) -> None:
         self.reserve, self._recurs = reserve, recurs
         self._snapshots, self._attends = snapshots, attends
+        self._snapshot_every = reserve.page_tokens if attends else 1  # a snapshot is taken after a multiple of it
         self._kept: KeptSequence | None = None
 
     def open(
@@ -146,8 +152,8 @@ class PagedSequences:
     def part_of(self, sequence: PagedSequence, rows: int) -> SequencePart:
         """The next part of a prompt, of at most so many rows."""
         start, n = sequence.n_held, min(rows, sequence.n_left)
-        if self._attends and self._takes_snapshots(sequence):
-            last = (len(sequence.tokens) - 1) // self.reserve.page_tokens * self.reserve.page_tokens
+        if self._takes_snapshots(sequence):
+            last = self._last_snapshot_at(sequence)
             n = last - start if start < last < start + n else n
         return SequencePart(sequence, n)
 
@@ -156,8 +162,12 @@ class PagedSequences:
         sequence, stop = part.sequence, part.sequence.n_held + part.n
         if self._snapshots is None or not self._takes_snapshots(sequence):
             return False
-        whole = stop % self.reserve.page_tokens == 0 or not self._attends
-        return whole and not self._snapshots.has(sequence.tokens[:stop], sequence.lease.rope_set)
+        useful = stop % self._snapshot_every == 0 and stop <= self._last_snapshot_at(sequence)
+        return useful and not self._snapshots.has(sequence.tokens[:stop], sequence.lease.rope_set)
+
+    def _last_snapshot_at(self, sequence: PagedSequence) -> int:
+        """The most positions of a prompt after which a snapshot is taken; 0 or less where it is too short for one."""
+        return (len(sequence.tokens) - REPLACED_TOKENS) // self._snapshot_every * self._snapshot_every
 
     def _takes_snapshots(self, sequence: PagedSequence) -> bool:
         return self._snapshots is not None and sequence.shared and sequence.slot is not None
@@ -185,8 +195,20 @@ class PagedSequences:
         sequence.n_held += part.n
         sequence.begins_at = None
         if sequence.shared:
+            self._share_computed(sequence)
             self.reserve.remember(sequence.lease, sequence.tokens, sequence.n_held)
         self.reserve.trim(sequence.lease, sequence.n_held)
+
+    def _share_computed(self, sequence: PagedSequence) -> None:
+        """Replace pages that were computed again, because no snapshot followed the cached ones, by those, which have
+        the same bits: what this sequence computes next is cached only if it follows cached pages that it holds."""
+        lease, tokens = sequence.lease, sequence.tokens
+        # With the last part, the loop was given the page tables. A recurrent model has no windows.
+        if not self._recurs or not sequence.n_left or lease.windows:
+            return
+        found = self.reserve.find(tokens, lease.rope_set, most=sequence.n_held)
+        if found.n_pages and list(found.runs[0].pages) != lease.pages[: found.n_pages]:
+            self.reserve.share(lease, tokens, sequence.n_held)
 
     def stage(self, sequence: PagedSequence, n_positions: int) -> list[list[int]]:
         """The page tables with which the decode loop goes on behind its tokens, to n_positions at most."""
