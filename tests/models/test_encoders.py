@@ -150,6 +150,7 @@ def test_a_product_after_the_pooling_must_be_that_alone_and_be_there(tmp_path: P
         ("xlm-roberta", False, "pad_token_id", 0),
         ("modern-bert", False, "norm_bias", True),
         ("modern-bert", False, "classifier_activation", "silu"),
+        ("modern-bert", False, "classifier_pooling", "max"),
         ("gemma-embedding", False, "use_bidirectional_attention", False),
         ("nomic-bert", False, "head_dim", 8),
         ("nomic-bert", True, "moe_every_n_layers", 2),

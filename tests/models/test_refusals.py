@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ostinato import LLM, Sampling
 from ostinato.errors import BadFile, BadInput, NotNumbers, UnknownName, Unsupported
-from ostinato.models.registry import FAMILIES
+from ostinato.files.checkpoint import open_checkpoint
+from ostinato.models.registry import FAMILIES, read_shape
 from tests.engine.opened import until
 from tests.models import tiny, tiny_gguf
 
@@ -89,6 +90,21 @@ def test_an_unused_tensor_is_named(tmp_path: Path, tiny_files: Path) -> None:
     """E-27."""
     path = spoiled_gguf(tmp_path, tiny_files, tensors=lambda t: t.update({"blk.0.surprise.weight": torch.ones(4, 32)}))
     assert "blk.0.surprise.weight" in refusal(path, BadFile)
+
+
+def test_a_scaling_factor_without_a_type_is_that_of_linear_scaling(tmp_path: Path, tiny_files: Path) -> None:
+    """As in llama.cpp; without either there is no scaling."""
+
+    def rope_of(**stated: Any) -> object:
+        def change(metadata: dict[str, Any]) -> None:
+            for key, value in stated.items():
+                setting(f"llama.rope.{key.replace('__', '.')}", value)(metadata)
+
+        return read_shape(open_checkpoint(spoiled_gguf(tmp_path, tiny_files, metadata=change))).rope_kinds
+
+    linear = rope_of(scaling__type="linear", scaling__factor=2.0)
+    assert rope_of(scaling__factor=2.0) == rope_of(scale_linear=2.0) == linear != rope_of()
+    assert rope_of(scaling__type="none", scaling__factor=2.0) == rope_of()
 
 
 @pytest.mark.parametrize("name", [FIRST_Q, "model.norm.weight", "model.embed_tokens.weight"])

@@ -69,7 +69,10 @@ def from_config(c: Description) -> Shape:
     else:
         sees_all = [n % c.integer("global_attn_every_n_layers", GLOBAL_EVERY) == 0 for n in range(shape.n_layers)]
     shape = with_windows(shape, sees_all, c.integer("local_attention", 128), whole, local)
-    return replace(shape, rank_by=c.word("classifier_pooling", "cls"))
+    rank_by = c.word("classifier_pooling", "cls")
+    if rank_by not in ("cls", "mean"):
+        raise Unsupported(f"{c.path}: classifier_pooling is {rank_by!r}; supported are cls and mean")
+    return replace(shape, rank_by=rank_by)
 
 
 def with_windows(shape: Shape, sees_all: list[bool], window: int, whole: Rope, local: Rope) -> Shape:

@@ -248,8 +248,8 @@ def from_gguf(f: Fields, width: int, pairing: Pairing, *, default_base: float = 
     """The rope that GGUF metadata states, tensors of factors apart (`with_factors`)."""
     n_rotary = _within(f.integer("rope.dimension_count", width), width, f)
     rope = Rope(_above_one(f.positive("rope.freq_base", default_base), f), n_rotary, pairing)
-    # Old files state linear scaling by rope.scale_linear alone.
-    scheme = f.word("rope.scaling.type", "linear" if f.has("rope.scale_linear") else "none")
+    # Without a type a factor is that of linear scaling, which old files state by rope.scale_linear alone.
+    scheme = f.word("rope.scaling.type", "linear")
     factor = f.positive("rope.scaling.factor", f.positive("rope.scale_linear", 1.0))
     match scheme:
         case "none":
