@@ -135,6 +135,14 @@ def test_quantised_models_are_refused_by_name(model: Path, method: str) -> None:
         open_checkpoint(model)
 
 
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_a_model_that_mlx_has_quantised_is_refused_by_name(model: Path, key: str) -> None:
+    """Which states no method."""
+    folder_with(model, {**CONFIG, key: {"group_size": 64, "bits": 4}})
+    with pytest.raises(Unsupported, match=f"quantised .{key}: .*'bits': 4.*MLX.*GGUF"):
+        open_checkpoint(model)
+
+
 def test_mxfp4_blocks_and_their_scales_are_one_tensor(tmp_path: Path) -> None:
     """Two columns of a byte are neighbours, the first in its low nibble."""
     random = torch.Generator().manual_seed(1)

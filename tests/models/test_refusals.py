@@ -5,6 +5,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from ostinato import LLM, Sampling
 from ostinato.errors import BadFile, BadInput, NotNumbers, UnknownName, Unsupported
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.models.registry import FAMILIES, read_shape
+from ostinato.models.rope import Rope
 from tests.engine.opened import until
 from tests.models import tiny, tiny_gguf
 
@@ -105,6 +107,25 @@ def test_a_scaling_factor_without_a_type_is_that_of_linear_scaling(tmp_path: Pat
     linear = rope_of(scaling__type="linear", scaling__factor=2.0)
     assert rope_of(scaling__factor=2.0) == rope_of(scale_linear=2.0) == linear != rope_of()
     assert rope_of(scaling__type="none", scaling__factor=2.0) == rope_of()
+
+
+def test_tensors_of_rope_factors_and_a_stated_scaling_hold_together(tmp_path: Path, tiny_files: Path) -> None:
+    """As in llama.cpp, which divides by both; `attn_factor` scales whatever the type is."""
+
+    def rope_of(**stated: Any) -> Rope:
+        def change(metadata: dict[str, Any]) -> None:
+            for key, value in stated.items():
+                setting(f"llama.rope.scaling.{key}", value)(metadata)
+
+        path = spoiled_gguf(tmp_path, tiny_files, name="llama-3.1", metadata=change)
+        (rope,) = read_shape(open_checkpoint(path)).rope_kinds
+        return rope
+
+    plain, scaled = rope_of(), rope_of(type="linear", factor=4.0, attn_factor=0.75)
+    assert plain.divisors is not None
+    assert len(set(plain.divisors)) > 1
+    assert scaled == replace(plain, divisors=tuple(4 * one for one in plain.divisors), amplitude=0.75)
+    assert rope_of(attn_factor=0.75) == replace(plain, amplitude=0.75)
 
 
 @pytest.mark.parametrize("name", [FIRST_Q, "model.norm.weight", "model.embed_tokens.weight"])

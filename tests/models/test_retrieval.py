@@ -81,7 +81,12 @@ def test_a_prompt_that_the_files_name_is_used_unless_another_is_asked_for(tmp_pa
 
 @pytest.mark.parametrize(
     ("stated", "why"),
-    [({"prompts": ["query"]}, "prompts must be"), ({"default_prompt_name": "x"}, "default_prompt_name is 'x'")],
+    [
+        ({"prompts": ["query"]}, "prompts must be"),
+        ({"default_prompt_name": "x"}, "default_prompt_name is 'x'"),
+        ({"default_prompt_name": []}, r"default_prompt_name is \[\]"),
+        ({"default_prompt_name": {}}, "default_prompt_name is {}"),
+    ],
 )
 def test_prompts_that_cannot_be_are_refused(stated: Mapping[str, Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(BadFile, match=why):

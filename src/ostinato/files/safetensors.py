@@ -90,14 +90,14 @@ class SafetensorsFolder(Checkpoint):
         return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
     def _refuse_quantised(self) -> None:
-        for key in ("quantization_config", "compression_config"):
+        for key in ("quantization_config", "compression_config", "quantization"):  # the last is MLX's
             config = self.metadata.get(key)
             method = config.get("quant_method") if isinstance(config, dict) else None
             if config and method != "mxfp4":
                 raise Unsupported(
-                    f"{self.path / 'config.json'}: the weights are quantised ({key}: {str(method)[:80]}); GPTQ, "
-                    f"AWQ, FP8, bitsandbytes and their like are not read: give the F32, F16 or BF16 model, or "
-                    f"a quantised GGUF"
+                    f"{self.path / 'config.json'}: the weights are quantised ({key}: {str(method or config)[:80]}); "
+                    f"GPTQ, AWQ, FP8, MLX, bitsandbytes and their like are not read: give the F32, F16 or BF16 "
+                    f"model, or a quantised GGUF"
                 )
 
     def _open_shards(self) -> None:

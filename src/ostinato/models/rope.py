@@ -247,7 +247,9 @@ def _longrope_from_config(rope: Rope, s: Fields, c: Fields) -> Rope:
 def from_gguf(f: Fields, width: int, pairing: Pairing, *, default_base: float = 10_000.0) -> Rope:
     """The rope that GGUF metadata states, tensors of factors apart (`with_factors`)."""
     n_rotary = _within(f.integer("rope.dimension_count", width), width, f)
-    rope = Rope(_above_one(f.positive("rope.freq_base", default_base), f), n_rotary, pairing)
+    base = _above_one(f.positive("rope.freq_base", default_base), f)
+    amplitude = f.positive("rope.scaling.attn_factor", 1.0)
+    rope = Rope(base, n_rotary, pairing, amplitude=amplitude)
     # Without a type a factor is that of linear scaling, which old files state by rope.scale_linear alone.
     scheme = f.word("rope.scaling.type", "linear")
     factor = f.positive("rope.scaling.factor", f.positive("rope.scale_linear", 1.0))
@@ -260,9 +262,8 @@ def from_gguf(f: Fields, width: int, pairing: Pairing, *, default_base: float = 
             original = f.integer("rope.scaling.original_context_length", f.integer("context_length"))
             fast = f.positive("rope.scaling.yarn_beta_fast", 32.0)
             slow = f.positive("rope.scaling.yarn_beta_slow", 1.0)
-            amplitude = f.positive("rope.scaling.attn_factor", 1.0) * yarn_amplitude(factor)
-            divisors = yarn(n_rotary, rope.base, factor, original, fast, slow)
-            return replace(rope, divisors=divisors, amplitude=amplitude)
+            divisors = yarn(n_rotary, base, factor, original, fast, slow)
+            return replace(rope, divisors=divisors, amplitude=amplitude * yarn_amplitude(factor))
         case "longrope":
             return rope  # its two sets of factors are tensors
     raise Unsupported(f"{f.path}: rope scaling {scheme!r} is not supported; known: none, linear, yarn, longrope")

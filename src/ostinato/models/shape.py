@@ -578,7 +578,9 @@ def with_biases(shape: Shape, f: Description) -> Shape:
 def with_factors(rope: Rope, f: Description) -> Rope:
     """A GGUF file's tensors of rope factors: one set (llama3), or a short and a long one (longrope)."""
     if "rope_freqs.weight" in f.tensors:
-        return Rope(rope.base, rope.width, rope.pairing, _factors(f, "rope_freqs.weight", rope))
+        factors = _factors(f, "rope_freqs.weight", rope)
+        scaling = rope.divisors or (1.0,) * len(factors)
+        return replace(rope, divisors=tuple(a * b for a, b in zip(factors, scaling, strict=True)))
     if not {"rope_factors_short.weight", "rope_factors_long.weight"} & f.tensors.keys():
         return rope
     trained = f.integer("context_length")

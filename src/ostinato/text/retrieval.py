@@ -125,7 +125,7 @@ def forms_of(checkpoint: Checkpoint, template: ChatTemplate | None, *, by_words:
     prompts = {} if prompts is None else prompts
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise BadFile(f"{path}: prompts must be an object of texts by their names")
-    if default is not None and default not in prompts:
+    if default is not None and (not isinstance(default, str) or default not in prompts):
         raise BadFile(f"{path}: default_prompt_name is {default!r}, which is not among the prompts")
     pools_prompt = read_json_if_there(config_of(checkpoint.path, "Pooling")).get("include_prompt") is not False
     if by_words and template is None:
