@@ -38,9 +38,8 @@ class PagedSequence:
     n_held: int = 0  # positions in memory
     segments: Sequence[int] = ()  # of an encoder's pair of texts, which of the two each token is of
     begins_at: StateSnapshot | None = None  # states that its slot is to have before its next part
-    resumes_from: int = (
-        0  # the fewest positions after which it can be continued: windows of earlier ones were not copied
-    )
+    # The fewest positions after which it can be continued: windows of earlier ones were not copied.
+    resumes_from: int = 0
 
     @property
     def n_left(self) -> int:
